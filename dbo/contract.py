@@ -1,0 +1,205 @@
+"""The contract between the overlap system and the world it runs in.
+
+`sim` and `gpu` each provide a `World` per rank; `dbo` uses nothing else of them. Method names are torch's own where torch
+has the thing. "Host task" is the caller's thread: the rank's main task or one of its ubatch threads.
+
+Legal during graph capture: launching work, `record`, `wait_event`, `all_to_all_single`, batons, points. Not legal:
+`synchronize`, `query`, host collectives (`all_reduce`, `all_gather_object`), `Tensors.to_host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Event(Protocol):
+    """A marker in a stream. Waiting for an event that was never recorded does nothing, as in CUDA."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the tail of `stream` (default: the caller's current stream)."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make later work of `stream` (default: current) wait for the last record made before this call."""
+
+    def query(self) -> bool:
+        """True when the work before the last record is done. A choice point in the simulator."""
+
+    def synchronize(self) -> None:
+        """Block the calling host task until the work before the last record is done."""
+
+
+class Stream(Protocol):
+    """A FIFO queue of device work. `name` is its line in the trace."""
+
+    name: str
+
+    def wait_event(self, event: Event) -> None:
+        """Later work here waits for `event`."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Later work here waits for what `stream` holds now."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record `event` (a new one by default) here and return it."""
+
+    def synchronize(self) -> None:
+        """Block the calling host task until everything queued here is done."""
+
+
+class Baton(Protocol):
+    """A binary semaphore with one owner at a time; the ring's hand-over."""
+
+    def give(self) -> None:
+        """Let one `take` return. Never blocks."""
+
+    def take(self) -> None:
+        """Block the calling host task until somebody gives; consumes it."""
+
+
+class Barrier(Protocol):
+    """`parties` host tasks meet."""
+
+    @property
+    def aborted(self) -> bool:
+        """`abort` was called."""
+
+    def wait(self) -> None:
+        """Block until all parties have come.
+
+        Raises:
+            RingError: `abort` was called, before or during the wait.
+        """
+
+    def abort(self) -> None:
+        """Wake everybody with an error."""
+
+
+class Worker(Protocol):
+    """A long-lived host task that runs one function after another."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` in the worker's task. The previous work must be done."""
+
+    def join(self) -> None:
+        """Block until the submitted work has ended; never raises what the work raised."""
+
+
+class Host(Protocol):
+    """Host tasks of one rank and what they synchronise with."""
+
+    def baton(self, name: str) -> Baton: ...
+    def barrier(self, parties: int, name: str) -> Barrier: ...
+    def worker(self, name: str) -> Worker:
+        """A new worker; `name` is its line in the trace ("u0", "u1", …)."""
+
+
+class Group(Protocol):
+    """A communicator over ranks.
+
+    `all_reduce` and `all_gather_object` are host-level (they block the calling task, as gloo does);
+    `all_to_all_single` is device-level: it queues on the caller's current stream.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def all_reduce(self, table: np.ndarray, *, tag: int) -> np.ndarray:
+        """SUM of `table` (int32) over the group. `tag` names the step and travels in the trace."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Everybody's JSON-able `value`, by rank."""
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+    ) -> None:
+        """Rows of `input` go to peers by `input_split_sizes`; rows from peers fill `output`. The output comes first."""
+
+
+class Tensors(Protocol):
+    """Between numpy and what flows through the model: torch tensors, or symbols in ordering mode."""
+
+    def from_numpy(self, array: np.ndarray, name: str) -> Any:
+        """A device array with these values, written on the current stream."""
+
+    def to_host(self, array: Any, why: str) -> np.ndarray:
+        """Wait for the current stream and read: a declared host read."""
+
+    def cat(self, parts: Sequence[Any]) -> Any:
+        """Join along axis 0."""
+
+    def rows(self, array: Any, start: int, stop: int) -> Any:
+        """Rows [start, stop): a view."""
+
+    def take(self, array: Any, index: np.ndarray) -> Any:
+        """Rows of `array` by `index`."""
+
+
+class TaskState(Protocol):
+    """What a host task inherits from the one that started its work: context variables, grad and inference mode, …"""
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run `work(*args)` under the captured state; several tasks may do so at the same time."""
+
+
+class Recorder(Protocol):
+    """Writes host records; the world adds rank, line, time, step, ubatch and edges. See `dbo.trace` for the kinds."""
+
+    def host(self, kind: str, name: str = "", **attrs: Any) -> None: ...
+
+
+class World(Protocol):
+    """Everything a rank's program may touch.
+
+    Attributes:
+        rank, size: this rank among all ranks.
+        mode: "numeric" or "ordering".
+        compute, comm: the two streams, shared by the rank's ubatches.
+        group: all ranks, device exchanges. `control`: all ranks, host-level coordination.
+    """
+
+    rank: int
+    size: int
+    mode: str
+    compute: Stream
+    comm: Stream
+    group: Group
+    control: Group
+    host: Host
+    tensors: Tensors
+    trace: Recorder
+
+    def event(self, name: str) -> Event:
+        """A new event; `name` appears in reports."""
+
+    def current_stream(self) -> Stream:
+        """The calling task's current stream."""
+
+    def set_stream(self, stream: Stream) -> None:
+        """Make `stream` current for the calling task."""
+
+    def at_point(self, point: str, *, layer: int) -> None:
+        """Work that the calling task launches from now on belongs to `point` of `layer`."""
+
+    def in_ubatch(self, ubatch: int, *, step: int) -> None:
+        """The calling task now works for `ubatch` (-1: for no ubatch) of `step`."""
+
+    def tags(self) -> Any:
+        """The calling task's (step, layer, ubatch, point), to be given to `restore_tags`."""
+
+    def restore_tags(self, tags: Any) -> None: ...
+
+    def set_real_tokens(self, tokens: int) -> None:
+        """The calling task now works for a (u)batch of so many real tokens; sends carry it in the trace."""
+
+    def task_state(self) -> TaskState:
+        """The calling task's state."""
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends its step with `error`: pending exchanges of its peers fail with `PeerFailed`."""
+
+    def recover(self, step: int) -> int:
+        """Meet all ranks after a failed step, restart communicators under a new epoch, return the next step number."""
