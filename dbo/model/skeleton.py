@@ -1,0 +1,99 @@
+"""The model without numbers, for ordering mode: the same points, streams, cache blocks and exchanges, no torch.
+
+Each layer launches the operations whose order matters (what reads and writes the KV cache, what feeds dispatch and combine),
+with the bytes they touch. `World.tensors.op(name, reads, shape, writes=…)` is what an ordering world offers for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dbo.contract import World
+from dbo.forward_context import ForwardContext, get_forward_context
+from dbo.model.config import ModelConfig
+from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular
+
+
+class SkeletonExperts:
+    """Routed experts: one operation from what arrived to what goes back."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def apply(self, inputs: ExpertInputs) -> Any:
+        reads = [a for a in (inputs.x, inputs.counts, inputs.topk_ids, inputs.topk_weights) if a is not None]
+        return self.world.tensors.op("experts", reads, inputs.x.shape)
+
+
+class SkeletonModel:
+    """Called like the model.
+
+    Args:
+        make_kernel: as for the model: (prepare_finalize, experts, shared_experts) -> modular kernel.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        world: World,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular,
+        make_kernel: Callable[..., Any],
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.kernel = make_kernel(prepare_finalize, SkeletonExperts(world), self._shared)
+
+    def __call__(self, *, input_ids: Any, positions: Any) -> Any:
+        """`[T]` ids and positions to `[T, H]`."""
+        op, config = self.world.tensors.op, self.config
+        context = get_forward_context()
+        tokens = input_ids.shape[0]
+        hidden = op("embed", [input_ids], (tokens, config.hidden_size))
+        for layer in range(config.num_hidden_layers):
+            hidden = self._layer(layer, hidden, positions, context)
+        return op("norm", [hidden], hidden.shape)
+
+    def compute_logits(self, rows: Any) -> Any:
+        return self.world.tensors.op("lm_head", [rows], (rows.shape[0], self.config.vocab_size))
+
+    def _layer(self, layer: int, hidden: Any, positions: Any, context: ForwardContext) -> Any:
+        op, plan = self.world.tensors.op, context.attn_metadata
+        tokens = hidden.shape[0]
+        context.player.reach("A0", layer=layer)
+        qkv = op("qkv", [hidden, positions], (tokens, self.config.hidden_size))
+        context.player.reach("A1", layer=layer)
+        read, written = self._cache_blocks(context.kv_caches[layer], plan)
+        op("kv_write", [qkv], (0,), writes=written)
+        attended = op("attention", [qkv, *read], (tokens, self.config.hidden_size))
+        hidden = op("o_proj", [attended, hidden], hidden.shape)
+        if not self.config.is_moe_layer(layer):
+            return op("mlp", [hidden], hidden.shape)
+        ids = op("gate", [hidden], (tokens, self.config.num_experts_per_tok))
+        # Rows with an expert id: padding rows have -1 and are not dispatched.
+        ids.notes["rows"] = context.num_real_tokens
+        weights = op("gate_weights", [hidden], ids.shape)
+        return op("residual", [hidden, self.kernel.forward(hidden, weights, ids, layer=layer)], hidden.shape)
+
+    def _shared(self, hidden: Any) -> Any:
+        return self.world.tensors.op("shared_experts", [hidden], hidden.shape)
+
+    def _cache_blocks(self, cache: Any, plan: Any) -> tuple[list[Any], list[Any]]:
+        """Views of the blocks that this (u)batch reads, and of the slots that its real rows write."""
+        size = int(cache.notes["block_size"])
+        read = sorted(
+            {int(b) for row, n in zip(plan.block_table, plan.seq_lens, strict=True) for b in row[: -(-n // size)]}
+        )
+        slots = sorted({int(s) for s in plan.slot_mapping[: plan.num_actual_tokens]})
+        return [cache.rows(b * size, (b + 1) * size) for b in read], [cache.rows(a, b) for a, b in _runs(slots)]
+
+
+def _runs(slots: list[int]) -> list[tuple[int, int]]:
+    """Sorted slots as half-open runs."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and runs[-1][1] == slot:
+            runs[-1] = (runs[-1][0], slot + 1)
+        else:
+            runs.append((slot, slot + 1))
+    return runs

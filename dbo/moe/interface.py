@@ -1,0 +1,57 @@
+"""What an all-to-all backend and an expert kernel owe each other: `FusedMoEPrepareAndFinalizeModular` and `Experts`.
+
+Shapes: T tokens of this (u)batch, H hidden size, K experts a token (top-k), E experts, R ranks, L = E / R local experts,
+M rows that one expert can receive. Arrays are torch tensors (numeric, devices) or `sim.symbols.Symbol` (ordering mode);
+this module needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Receiver = Callable[[], Any]
+Hook = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertInputs:
+    """Rows that arrived at this rank's experts.
+
+    Attributes:
+        layout: "batched": `x_LMH` `[L, M, H]` with `counts_L` `[L]` valid rows an expert, weights applied in combine;
+            "flat": `x_NH` `[N, H]` with `topk_ids` `[N, K]` (local expert index, -1: not here) and `topk_weights`
+            `[N, K]` fp32, applied by the experts, which return the weighted sum over K.
+        x, counts, topk_ids, topk_weights: as above; None where the layout has none.
+    """
+
+    layout: str
+    x: Any
+    counts: Any = None
+    topk_ids: Any = None
+    topk_weights: Any = None
+
+
+class Experts(Protocol):
+    """The routed experts of one layer on one rank."""
+
+    def apply(self, inputs: ExpertInputs) -> Any:
+        """Batched: `[L, M, H]`, rows past the count undefined. Flat: `[N, H]`, weighted and summed over K."""
+
+
+class FusedMoEPrepareAndFinalizeModular(Protocol):
+    """One all-to-all backend on one rank. Called by the modular kernel, in the thread that runs the layer.
+
+    `prepare_async` and `finalize_async` start an exchange on the current stream and return either a receiver, or
+    (hook, receiver). With a hook, the hook must run before the receiver is called; it may run in the peer's thread.
+    Padding rows have expert id -1 and are never dispatched. A rank with zero rows still takes part.
+    """
+
+    layout: str
+
+    def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
+        """Dispatch `a1` `[T, H]` by `topk_ids` `[T, K]` int64; the receiver returns `ExpertInputs`."""
+
+    def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
+        """Send results back; the receiver returns `[T, H]`."""

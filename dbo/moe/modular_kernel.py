@@ -1,0 +1,100 @@
+"""The MoE layer between the gate and the residual: dispatch, routed experts, combine, shared experts.
+
+It names its points and hands each one's work to the player; in which order they run, and where the baton is passed, is the
+schedule's business. No torch: whatever arrays the backend and the experts understand flow through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dbo.forward_context import get_forward_context
+from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver
+from dbo.ubatch import dbo_enabled, dbo_register_recv_hook
+
+
+class FusedMoEModularKernel:
+    """One layer's MoE on one rank.
+
+    Args:
+        prepare_finalize: the all-to-all backend.
+        experts: this rank's routed experts.
+        shared_experts: `[T, H] -> [T, H]`, or None.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular,
+        experts: Experts,
+        shared_experts: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
+        self.shared_experts = shared_experts
+
+    def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
+        """Args: hidden `[T, H]`, topk_weights `[T, K]` fp32, topk_ids `[T, K]` int64 (-1: padding). Returns `[T, H]`."""
+        call = _Call(self, hidden, topk_weights, topk_ids)
+        thunks: dict[str, Callable[[], Any]] = {
+            "D.send": call.dispatch_send,
+            "D.recv": call.dispatch_recv,
+            "MLP": call.mlp,
+            "C.send": call.combine_send,
+            "C.recv": call.combine_recv,
+        }
+        if self.shared_experts is not None:
+            thunks["S"] = call.shared
+        get_forward_context().player.play(thunks, layer=layer)
+        return call.routed if call.shared_out is None else call.routed + call.shared_out
+
+
+class _Call:
+    """The values of one pass through the layer, filled in as the points run."""
+
+    def __init__(self, kernel: FusedMoEModularKernel, hidden: Any, topk_weights: Any, topk_ids: Any) -> None:
+        self.kernel = kernel
+        self.hidden = hidden
+        self.routing = (topk_weights, topk_ids)
+        self.receive: Receiver
+        self.arrived: Any = None
+        self.expert_out: Any = None
+        self.shared_out: Any = None
+        self.routed: Any = None
+
+    def dispatch_send(self) -> None:
+        self.receive = _start(self.kernel.prepare_finalize.prepare_async(self.hidden, *self.routing))
+
+    def dispatch_recv(self) -> None:
+        self.arrived = self.receive()
+
+    def mlp(self) -> None:
+        self.expert_out = self.kernel.experts.apply(self.arrived)
+        self.arrived = None
+
+    def combine_send(self) -> None:
+        self.receive = _start(self.kernel.prepare_finalize.finalize_async(self.expert_out, *self.routing))
+        self.expert_out = None
+
+    def shared(self) -> None:
+        assert self.kernel.shared_experts is not None
+        self.shared_out = self.kernel.shared_experts(self.hidden)
+
+    def combine_recv(self) -> None:
+        self.routed = self.receive()
+
+
+def _start(started: Receiver | tuple[Hook, Receiver]) -> Receiver:
+    """Leave a backend's hook to the peer; without a peer run it when the data are wanted."""
+    if not isinstance(started, tuple):
+        return started
+    hook, receiver = started
+    if dbo_enabled():
+        dbo_register_recv_hook(hook)
+        return receiver
+
+    def receive() -> Any:
+        hook()
+        return receiver()
+
+    return receive

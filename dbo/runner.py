@@ -1,0 +1,212 @@
+"""`GPUModelRunner`: one engine step after another on one rank, the same calls on every rank.
+
+    schedule → coordinate → plan and slices → forward → sample → update
+
+A step that fails anywhere ends on every rank: the others see `PeerFailed`, all meet in `World.recover`, the batch is
+scheduled again, and the next step starts clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dbo.config import DBOConfig
+from dbo.contract import World
+from dbo.coordinate import Decision, RankColumn, vote
+from dbo.engine.scheduler import RequestScheduler
+from dbo.engine.batch import ModelInputs, build_batch
+from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
+from dbo.errors import Unwinding
+from dbo.forward_context import ForwardContext, SerialPlayer, override_forward_context
+from dbo.program import Program
+from dbo.sampling import sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What one rank did in one step.
+
+    Attributes:
+        step: its number.
+        decision: what all ranks did; None when the step failed before it was known.
+        column: what this rank told the others.
+        slices: token ranges (start, stop) of the ubatches; empty when not split.
+        tokens: sampled, by request id.
+        logits: rows of logits behind them, by request id (kept only when the runner was asked to).
+        error: what ended the step, or None.
+    """
+
+    step: int
+    decision: Decision | None = None
+    column: RankColumn | None = None
+    slices: tuple[tuple[int, int], ...] = ()
+    tokens: dict[str, int] = field(default_factory=dict)
+    logits: dict[str, np.ndarray] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    @property
+    def all_idle(self) -> bool:
+        return self.decision is not None and self.decision.all_idle
+
+
+class GPUModelRunner:
+    """One rank's runner.
+
+    Args:
+        world: the rank's world.
+        config: the common configuration.
+        model: what `UBatchWrapper` wraps; only its `compute_logits` is called here.
+        wrapper: called like the model.
+        kv_caches: one paged cache a layer.
+        metadata_of: from a `BatchPlan` to what the model's attention reads.
+        scheduler: the rank's requests.
+        program: exchangeable pieces.
+        keep_logits: keep the rows of logits in the outcomes.
+        serial: run split steps one ubatch after another (the twin that DBO must be bit-equal to).
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        config: DBOConfig,
+        model: Any,
+        wrapper: Any,
+        kv_caches: Sequence[Any],
+        metadata_of: Callable[[Any], Any],
+        scheduler: RequestScheduler,
+        program: Program | None = None,
+        keep_logits: bool = False,
+        serial: bool = False,
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.model = model
+        self.wrapper = wrapper
+        self.kv_caches = kv_caches
+        self.metadata_of = metadata_of
+        self.scheduler = scheduler
+        self.program = program or Program()
+        self.keep_logits = keep_logits
+        self.serial = serial
+        self.next_step = 0
+
+    def step(self) -> StepOutcome:
+        """Run one step. Errors end up in the outcome; the next call works."""
+        step, self.next_step = self.next_step, self.next_step + 1
+        self.world.in_ubatch(-1, step=step)
+        if self.program.skips_step(step):
+            return StepOutcome(step=step)
+        batch = self.scheduler.schedule()
+        self.world.trace.host("step.begin", tokens=batch.num_tokens, requests=len(batch.requests))
+        try:
+            outcome = self._run(step, batch)
+        except Unwinding:
+            raise
+        except BaseException as error:
+            return self._failed(step, error)
+        self.world.in_ubatch(-1, step=step)
+        self.world.trace.host(
+            "step.end", status="idle" if batch.is_idle else "ok", error="", rows=len(outcome.tokens),
+            expected_rows=len(batch.sampled), live_threads=0,
+        )  # fmt: skip
+        return outcome
+
+    def _failed(self, step: int, error: BaseException) -> StepOutcome:
+        self.world.in_ubatch(-1, step=step)
+        self.world.trace.host(
+            "step.end", status="error", error=type(error).__name__, rows=0, expected_rows=0, live_threads=0
+        )
+        self.world.fail(error)
+        self.scheduler.discard()
+        self.next_step = self.world.recover(step)
+        return StepOutcome(step=step, error=error)
+
+    def _run(self, step: int, batch: ScheduledBatch) -> StepOutcome:
+        column = self._column(step, batch)
+        decision: Decision = self.program.coordinate(self.world.control, column, self.config)
+        self.world.trace.host("decide", column=column.to_dict(), decision=decision.to_dict())
+        if decision.all_idle:
+            return StepOutcome(step=step, decision=decision, column=column)
+        rows = decision.num_tokens_padded[self.world.rank]
+        inputs = build_batch(batch, num_tokens_padded=rows)
+        context = self._forward_context(step, batch, decision, inputs)
+        hidden = self._forward(context, inputs)
+        tokens, logits = self._sample(batch, inputs, hidden)
+        self.scheduler.update(tokens) if batch.requests else None
+        slices = tuple((s.token_slice.start, s.token_slice.stop) for s in context.ubatch_slices or ())
+        return StepOutcome(step=step, decision=decision, column=column, slices=slices, tokens=tokens, logits=logits)
+
+    def _column(self, step: int, batch: ScheduledBatch) -> RankColumn:
+        if batch.is_idle:
+            return RankColumn.idle(step)
+        query_len = uniform_query_len(batch)
+        dependent = reads_new_kv(batch)
+        wants_full = self.config.cudagraph_mode == "FULL" and query_len > 0
+        return RankColumn(
+            step=step,
+            real_tokens=batch.num_tokens,
+            padded_tokens=batch.num_tokens,
+            vote=vote(self.config, num_tokens=batch.num_tokens, uniform_decode=query_len > 0, allowed=not dependent),
+            wants_full=wants_full,
+            uniform_query_len=query_len,
+            reads_new_kv=dependent,
+        )
+
+    def _forward_context(
+        self, step: int, batch: ScheduledBatch, decision: Decision, inputs: ModelInputs
+    ) -> ForwardContext:
+        plan = inputs.plan
+        unpadded, padded = self.program.make_slices(
+            decision.split,
+            [r.query_len for r in batch.requests],
+            plan.num_tokens_padded,
+            plan.num_reqs,
+            decision.num_ubatches,
+            decision.split_points or None,
+        )
+        context = ForwardContext(
+            attn_metadata=None,
+            kv_caches=self.kv_caches,
+            num_tokens=plan.num_tokens_padded,
+            num_real_tokens=plan.num_actual_tokens,
+            step=step,
+            player=SerialPlayer(self.world),
+            num_tokens_across_ranks=decision.num_tokens_padded,
+        )
+        if padded is None:
+            context.attn_metadata = self.metadata_of(plan)
+            return context
+        parts = [self.program.slice_plan(plan, piece) for piece in padded]
+        self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
+        context.ubatch_slices = padded
+        context.ubatch_metadata = [self.metadata_of(part) for part in parts]
+        return context
+
+    def _forward(self, context: ForwardContext, inputs: ModelInputs) -> Any:
+        tensors = self.world.tensors
+        arguments = {
+            "input_ids": tensors.from_numpy(inputs.input_ids, "input_ids"),
+            "positions": tensors.from_numpy(inputs.plan.positions, "positions"),
+        }
+        with override_forward_context(context):
+            if self.serial and context.ubatch_slices is not None:
+                return self.wrapper.run_serially(**arguments)
+            return self.wrapper(**arguments)
+
+    def _sample(
+        self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Any
+    ) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+        chosen = batch.sampled
+        if not chosen:
+            return {}, {}
+        self.world.at_point("sample", layer=-1)
+        rows = self.world.tensors.take(hidden, inputs.logit_rows)
+        logits = self.world.tensors.to_host(self.model.compute_logits(rows), "sample")
+        tokens = sample(logits, chosen)
+        kept = {r.request_id: logits[i] for i, r in enumerate(chosen)} if self.keep_logits else {}
+        return tokens, kept

@@ -1,0 +1,174 @@
+"""`UBatchWrapper`: called like the model; runs it plainly, or once per ubatch in U threads round the ring.
+
+Threads are made once. Each step installs in every ubatch thread what the caller's thread has (context variables, grad and
+inference mode, …: `World.task_state`) and removes it at the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dbo.contract import World
+from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
+from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
+from dbo.program import Program
+from dbo.schedule import Schedule
+from dbo.slicing import UBatchSlice
+from dbo.ubatch import Ring, UBatchContext, make_ubatch_contexts
+
+# Keyword arguments of the model that have a row per token, cut along axis 0. All others reach every ubatch unchanged.
+TOKEN_ARGUMENTS = frozenset({"input_ids", "positions", "inputs_embeds"})
+
+
+class UBatchWrapper:
+    """Wraps a model for one rank.
+
+    Args:
+        model: called with keyword arguments only; returns an array `[T, …]`, or a tuple, list or dict of them.
+        world: the rank's world.
+        schedule, backend: what the ubatches play.
+        moe_layers: layers that the schedule is played for.
+        program: exchangeable pieces.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        world: World,
+        schedule: Schedule,
+        backend: str,
+        moe_layers: Sequence[int],
+        program: Program | None = None,
+    ) -> None:
+        self.model = model
+        self.world = world
+        self.schedule = schedule
+        self.backend = backend
+        self.moe_layers = tuple(moe_layers)
+        self.program = program or Program()
+        self._workers: list[Any] = []
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Run the step that the current forward context describes.
+
+        Raises:
+            UBatchError: a ubatch raised; the first error is its cause. All threads have ended the step.
+        """
+        context = get_forward_context()
+        if context.ubatch_slices is None:
+            self.world.set_real_tokens(context.num_real_tokens)
+            return self.model(**kwargs)
+        slices: Sequence[UBatchSlice] = context.ubatch_slices
+        arguments = [self._cut(kwargs, s, context.num_tokens) for s in slices]
+        contexts = self._contexts(context, slices)
+        outputs = self._run(contexts, arguments)
+        return self._join(outputs)
+
+    def run_serially(self, **kwargs: Any) -> Any:
+        """The same slices one after another in the calling thread: what DBO must be bit-equal to."""
+        context = get_forward_context()
+        outputs = []
+        for index, piece in enumerate(context.ubatch_slices):
+            part = self._forward_context(context, index, piece)
+            with override_forward_context(part):
+                self.world.set_real_tokens(part.num_real_tokens)
+                outputs.append(self.model(**self._cut(kwargs, piece, context.num_tokens)))
+        return self._join(outputs)
+
+    # -- one split step ---------------------------------------------------------------------------------------------
+
+    def _contexts(self, context: ForwardContext, slices: Sequence[UBatchSlice]) -> list[UBatchContext]:
+        world = self.world
+        forwards = [self._forward_context(context, i, s) for i, s in enumerate(slices)]
+        contexts = make_ubatch_contexts(
+            len(slices), world.compute, world.comm, forwards, world.host.barrier(len(slices) + 1, "ready"),
+            world=world, context_class=self.program.context,
+        )  # fmt: skip
+        for ubatch in contexts:
+            ubatch.forward_context.player = self.program.player(
+                ubatch, self.schedule, backend=self.backend, moe_layers=self.moe_layers
+            )
+        return contexts
+
+    def _forward_context(self, context: ForwardContext, index: int, piece: UBatchSlice) -> ForwardContext:
+        assert context.ubatch_metadata is not None
+        metadata = context.ubatch_metadata[index]
+        return ForwardContext(
+            attn_metadata=metadata,
+            kv_caches=context.kv_caches,
+            num_tokens=piece.num_tokens,
+            num_real_tokens=metadata.num_actual_tokens,
+            ubatch=index,
+            player=context.player,
+            step=context.step,
+            num_tokens_across_ranks=[piece.num_tokens] * self.world.size,
+        )
+
+    def _run(self, contexts: list[UBatchContext], arguments: list[dict[str, Any]]) -> list[Any]:
+        ring = contexts[0].ring
+        while len(self._workers) < len(contexts):
+            self._workers.append(self.world.host.worker(f"u{len(self._workers)}"))
+        workers = self._workers[: len(contexts)]
+        outputs: list[Any] = [None] * len(contexts)
+        state = self.world.task_state()
+        for index, worker in enumerate(workers):
+            worker.submit(lambda i=index: state.run(self._ubatch, ring, contexts[i], arguments[i], outputs))
+        try:
+            contexts[0].ready_barrier.wait()
+        except RingError:
+            pass  # a ubatch failed before it came; its error is in the ring, and the barrier has let everybody go
+        else:
+            contexts[0].start()
+        for worker in workers:
+            worker.join()
+        if ring.error is not None:
+            raise UBatchError(rank=self.world.rank, ubatch=ring.error_ubatch, cause=ring.error)
+        return outputs
+
+    def _ubatch(self, ring: Ring, context: UBatchContext, arguments: dict[str, Any], outputs: list[Any]) -> None:
+        """One ubatch's share of the step, in its own thread. Never raises: the ring holds the error."""
+        index = context.index
+        try:
+            self.program.before_ubatch(index)
+            self.world.set_real_tokens(context.forward_context.num_real_tokens)
+            with context:
+                outputs[index] = self.model(**arguments)
+        except Unwinding:
+            return
+        except RingError as error:
+            if not context.ready_barrier.aborted:
+                ring.fail(index, error)
+                context.ready_barrier.abort()
+        except BaseException as error:  # also KeyboardInterrupt in a ubatch: the step's caller gets it
+            ring.fail(index, error)
+            context.ready_barrier.abort()
+
+    # -- arguments and results --------------------------------------------------------------------------------------
+
+    def _cut(self, kwargs: Mapping[str, Any], piece: UBatchSlice, num_tokens: int) -> dict[str, Any]:
+        tokens = piece.token_slice
+        cut = {}
+        for name, value in kwargs.items():
+            rows = getattr(value, "shape", None)
+            if name in TOKEN_ARGUMENTS and value is not None:
+                cut[name] = self.world.tensors.rows(value, tokens.start, tokens.stop)
+            elif rows and rows[0] == num_tokens:
+                rule = "an argument with a row per token is declared, so that it is cut"
+                raise DBOError(refusal(rule, "add it to TOKEN_ARGUMENTS", argument=name, shape=tuple(rows)))
+            else:
+                cut[name] = value
+        return cut
+
+    def _join(self, outputs: Sequence[Any]) -> Any:
+        """The ubatches' results in order, along axis 0."""
+        first = outputs[0]
+        if isinstance(first, dict):
+            return {key: self._join([o[key] for o in outputs]) for key in first}
+        if isinstance(first, (tuple, list)):
+            return type(first)(self._join(parts) for parts in zip(*outputs, strict=True))
+        if hasattr(first, "shape"):
+            return self.world.tensors.cat(outputs)
+        rule = "a model returns arrays, or tuples, lists or dicts of them"
+        raise DBOError(refusal(rule, "return the rows only", type=type(first).__name__))

@@ -1,0 +1,173 @@
+"""The low-latency all-to-all of the simulated machine, with the two methods of DeepEP's `Buffer` that the adapter calls.
+
+Rules (SPEC section 7): calls are numbered over dispatch and combine; call k uses receive buffer k mod 2, and its send clears
+the flags of the other one. A call has two halves: the send kernel on the current stream, then a transfer that runs beside
+the streams, then the receive kernel, which the hook launches on the stream that was current at the send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dbo.errors import NotAvailable, refusal
+from dbo.trace import Access
+from sim.engine import Node
+
+if TYPE_CHECKING:
+    from sim.world import SimWorld
+
+# A rank's receive buffer has one region a peer. Only the region matters for ordering, not its size.
+REGION_BYTES = 1024
+
+
+class Exchange:
+    """One call over all ranks: the meet that ends when all transfers have arrived, and what each rank sent."""
+
+    def __init__(self, meet: Node) -> None:
+        self.meet = meet
+        self.sent: dict[int, Any] = {}
+        self.ops: dict[int, str] = {}
+
+
+class LowLatencyBuffer:
+    """One rank's end. `payload` does the arithmetic (numeric mode) or nothing (ordering mode)."""
+
+    def __init__(self, world: SimWorld, payload: Any) -> None:
+        self.world = world
+        self.payload = payload
+        self.calls = 0
+        self.receive_buffers = [
+            world.engine.new_buffer(world.rank, f"low_latency.recv{i}", REGION_BYTES * world.size) for i in range(2)
+        ]
+        world.cluster.low_latency_buffers[world.rank] = self.receive_buffers
+
+    def restart(self) -> None:
+        """A new epoch starts at buffer 0."""
+        self.calls = 0
+
+    def low_latency_dispatch(
+        self, x: Any, topk_idx: Any, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
+        use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> tuple[Any, Any, Any, None, Callable[[], None]]:  # fmt: skip
+        """Start a dispatch of `x` `[T, H]`; returns (recv_x `[L, R * M, H]`, counts `[L]`, handle, None, hook)."""
+        self._refuse(use_fp8, async_finish, return_recv_hook)
+        plan = self.payload.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
+        hook = self._call("dispatch", plan)
+        return plan.result, plan.counts, plan.handle, None, hook
+
+    def low_latency_combine(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, *, async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, None, Callable[[], None]]:  # fmt: skip
+        """Start a combine of `x` `[L, R * M, H]`; returns (combined `[T, H]`, None, hook)."""
+        self._refuse(False, async_finish, return_recv_hook)
+        plan = self.payload.combine(x, topk_idx, topk_weights, handle)
+        hook = self._call("combine", plan)
+        return plan.result, None, hook
+
+    def _refuse(self, use_fp8: bool, async_finish: bool, return_recv_hook: bool) -> None:
+        if use_fp8 or async_finish or not return_recv_hook:
+            raise NotAvailable(
+                refusal(
+                    "the simulated low-latency exchange carries the model's dtype and returns a hook",
+                    "call it with use_fp8=False, async_finish=False, return_recv_hook=True",
+                    use_fp8=use_fp8, async_finish=async_finish, return_recv_hook=return_recv_hook,
+                )  # fmt: skip
+            )
+
+    def _call(self, op: str, plan: Any) -> Callable[[], None]:
+        world, cluster = self.world, self.world.cluster
+        cluster.check_peers(world.rank)
+        call, self.calls = self.calls, self.calls + 1
+        stream, tags = world.current_stream(), world.task().tags
+        exchange = cluster.low_latency_exchange(call)
+        exchange.ops[world.rank] = op
+        attrs: dict[str, Any] = {"call": call, "buffer": call % 2, "op": op, "real": world.real_tokens()}
+
+        def send() -> None:
+            exchange.sent[world.rank] = plan.send()
+            attrs["rows"] = plan.rows()
+
+        sent = stream.launch(
+            "send", f"{op}.send", duration_us=world.cost.low_latency_send_us, reads=plan.reads, run=send,
+            src=world.source(), attrs=attrs,
+        )  # fmt: skip
+        arrived = self._transfer(op, call, plan.nbytes, sent, tags)
+        cluster.join_meet(exchange.meet, arrived, world.rank)
+        if len(exchange.ops) == world.size and len(set(exchange.ops.values())) == 1:
+            world.engine.release_hold(exchange.meet)
+        own = self.receive_buffers[call % 2]
+
+        def hook() -> None:
+            cluster.check_peers(world.rank)
+            stream.launch(
+                "recv", f"{op}.recv", duration_us=world.cost.low_latency_recv_us,
+                reads=(Access.interval(own, 0, REGION_BYTES * world.size),), writes=plan.writes,
+                run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
+                after=(exchange.meet,), src=world.source(),
+                attrs={"call": call, "buffer": call % 2, "op": op},
+            )  # fmt: skip
+
+        return hook
+
+    def _transfer(self, op: str, call: int, nbytes: int, sent: Node, tags: tuple[int, int, int, str]) -> Node:
+        """The bytes on their way, written into this rank's region of every peer's receive buffer."""
+        world = self.world
+        regions = tuple(
+            Access.interval(world.cluster.low_latency_buffers[peer][call % 2], world.rank * REGION_BYTES,
+                            (world.rank + 1) * REGION_BYTES)
+            for peer in range(world.size)
+        )  # fmt: skip
+        node = world.engine.node(
+            rank=world.rank, line="net", kind="transfer", name=f"{op}.transfer", tags=tags, after=(sent,),
+            duration_us=world.cost.transfer(nbytes), writes=regions, finish=lambda: None,
+            attrs={"call": call, "op": op, "dst": "all"}, stream_tail=world.net_tail,
+        )  # fmt: skip
+        world.net_tail = node
+        return node
+
+
+class SymbolPlan:
+    """One call's data in ordering mode: which bytes, no values."""
+
+    def __init__(self, world: SimWorld, inputs: list[Any], shape: tuple[int, ...], nbytes: int, rows: int, handle: Any):
+        from sim.symbols import Symbol
+
+        self.result = Symbol(world, shape, name="received")
+        self.counts = Symbol(world, (shape[0],), name="counts")
+        self.handle = handle
+        self.nbytes = nbytes
+        self.reads = tuple(i.access() for i in inputs)
+        self.writes = (self.result.access(), self.counts.access())
+        self._rows = rows
+
+    def send(self) -> None:
+        return None
+
+    def rows(self) -> int:
+        return self._rows
+
+    def receive(self, sent: list[Any], rank: int) -> None:
+        return None
+
+
+class SymbolPayload:
+    """Plans without values."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.world = world
+
+    def dispatch(self, x: Any, topk_idx: Any, max_tokens: int, num_experts: int) -> SymbolPlan:
+        world = self.world
+        tokens, hidden = x.shape
+        shape = (num_experts // world.size, world.size * max_tokens, hidden)
+        rows = topk_idx.notes.get("rows", tokens)
+        nbytes = rows * topk_idx.shape[1] * hidden * x.itemsize * (world.size - 1) // world.size
+        return SymbolPlan(world, [x, topk_idx], shape, nbytes, rows, (tokens, hidden))
+
+    def combine(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) -> SymbolPlan:
+        tokens, hidden = handle
+        rows = topk_idx.notes.get("rows", tokens)
+        nbytes = rows * topk_idx.shape[1] * hidden * x.itemsize * (self.world.size - 1) // self.world.size
+        return SymbolPlan(self.world, [x, topk_weights], (tokens, hidden), nbytes, rows, None)

@@ -1,0 +1,188 @@
+"""Communicators of the simulated machine.
+
+Members of a collective meet by (epoch, group, index): each rank counts its own calls on a group. When their signatures
+(operation, shape, dtype) differ the exchange never completes, as on a real machine; tags (step, layer, ubatch, point) may
+differ silently, and the detector says so. Host-level collectives block the calling task; device-level ones queue a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dbo.errors import PeerFailed
+from sim.engine import Node
+from sim.tasks import Task
+
+if TYPE_CHECKING:
+    from sim.world import SimWorld
+
+
+@dataclass(slots=True)
+class HostMeeting:
+    """One host-level collective: who has come, with what."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    signatures: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    tasks: dict[int, Task] = field(default_factory=dict)
+    records: dict[int, int] = field(default_factory=dict)
+    result: Any = None
+    meet: int = -1
+    at_us: float = 0.0
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class DeviceMeeting:
+    """One device-level collective: the meet that all members depend on, and what each brought."""
+
+    meet: Node
+    members: dict[int, Any] = field(default_factory=dict)
+    signatures: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class SimGroup:
+    """One rank's end of a communicator over all ranks of the cluster."""
+
+    def __init__(self, world: SimWorld, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.rank = world.rank
+        self.size = world.size
+        self.index = 0
+
+    def restart(self) -> None:
+        """A new epoch: counting begins again."""
+        self.index = 0
+
+    # -- host level -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, table: np.ndarray, *, tag: int) -> np.ndarray:
+        def total(values: list[np.ndarray]) -> np.ndarray:
+            return np.sum(values, axis=0, dtype=np.int32)
+
+        signature = ("all_reduce", list(table.shape), str(table.dtype))
+        return self._meet_host(table.copy(), signature, tag, total).copy()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return list(self._meet_host(value, ("all_gather_object", [], "object"), -1, lambda values: values))
+
+    def _meet_host(
+        self, value: Any, signature: tuple[Any, ...], tag: int, combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        world, cluster, task = self.world, self.world.cluster, self.world.task()
+        index, self.index = self.index, self.index + 1
+        key = (cluster.epoch, self.name, index)
+        meeting = cluster.host_meetings.setdefault(key, HostMeeting())
+        op, shape, dtype = signature
+        record = world.engine.host_record(
+            task, "collective", op,
+            {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
+             "ranks": self.size},
+        )  # fmt: skip
+        meeting.values[self.rank] = value
+        meeting.signatures[self.rank] = signature
+        meeting.records[self.rank] = record
+        if len(meeting.values) == self.size and len({str(s) for s in meeting.signatures.values()}) == 1:
+            meeting.complete = True
+            meeting.at_us = max([task.now_us, *(t.now_us for t in meeting.tasks.values())]) + world.cost.collective_us
+            meeting.result = combine([meeting.values[r] for r in range(self.size)])
+            meeting.meet = cluster.host_meet(self.name, index, sorted(meeting.records.values()), meeting.at_us)
+            for other in meeting.tasks.values():
+                cluster.scheduler.wake(other, meeting.at_us)
+            del cluster.host_meetings[key]
+        while not meeting.complete:
+            cluster.check_peers(self.rank)
+            meeting.tasks[self.rank] = task
+            missing = [r for r in range(self.size) if r not in meeting.values]
+            cluster.scheduler.block(("collective", self.name, index, op, tuple(missing)))
+        task.now_us = max(task.now_us, meeting.at_us)
+        task.edges.append(meeting.meet)
+        return meeting.result
+
+    # -- device level -----------------------------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+    ) -> None:
+        world = self.world
+        read, write = world.tensors.access(input), world.tensors.access(output)
+        width = input.shape[-1]
+        mover = world.tensors.mover(output, input, list(output_split_sizes), list(input_split_sizes))
+        nbytes = sum(n for peer, n in enumerate(input_split_sizes) if peer != self.rank) * width
+        self.exchange(
+            "all_to_all_single",
+            signature=([int(width)], str(input.dtype)),
+            value=mover,
+            reads=(read,),
+            writes=(write,),
+            duration_us=world.cost.collective(nbytes * world.tensors.itemsize(input)),
+            connect=_all_to_all,
+        )
+
+    def exchange(
+        self,
+        op: str,
+        *,
+        signature: tuple[list[int], str],
+        value: Any,
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
+        duration_us: float,
+        connect: Callable[[dict[int, Any], int], tuple[Callable[[], None], Callable[[], None]]],
+    ) -> None:
+        """Queue this rank's part of a collective on the current stream.
+
+        `value` is what the member brings; `connect(members, rank)` gives what it does at its start and at its end.
+        """
+        world, cluster = self.world, self.world.cluster
+        cluster.check_peers(self.rank)
+        stream = world.current_stream()
+        index, self.index = self.index, self.index + 1
+        key = (cluster.epoch, self.name, index)
+        shape, dtype = signature
+        tag = list(world.task().tags)
+        attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
+                 "ranks": self.size}  # fmt: skip
+        arrive = stream.launch("collective", op, attrs=attrs)
+        meeting = cluster.device_meetings.get(key)
+        if meeting is None:
+            meeting = DeviceMeeting(cluster.open_meet(self.name, index))
+            cluster.device_meetings[key] = meeting
+        meeting.members[self.rank] = value
+        meeting.signatures[self.rank] = (op, str(shape), dtype)
+        cluster.join_meet(meeting.meet, arrive, self.rank)
+        found = meeting
+
+        def begin() -> None:
+            state["begin"], state["end"] = connect(found.members, self.rank)
+            state["begin"]()
+
+        state: dict[str, Callable[[], None]] = {}
+        stream.launch(
+            "exchange", op, duration_us=duration_us, reads=reads, writes=writes, run=begin,
+            finish=lambda: state["end"](), after=(meeting.meet,), src=world.source(),
+            attrs={"group": self.name, "index": index, "op": op},
+        )  # fmt: skip
+        if len(meeting.members) == self.size:
+            if len(set(meeting.signatures.values())) == 1:
+                world.engine.release_hold(meeting.meet)
+            del cluster.device_meetings[key]
+
+
+def _all_to_all(members: dict[int, Any], rank: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Read every peer's block for `rank` at the start, write the output at the end."""
+    taken: list[Any] = []
+
+    def begin() -> None:
+        taken.extend(members[peer].block(rank) for peer in sorted(members))
+
+    return begin, lambda: members[rank].deliver(taken)
+
+
+def peer_failed(rank: int, error: BaseException) -> PeerFailed:
+    """The error that a rank sees when `rank` has failed."""
+    return PeerFailed(rank, f"{type(error).__name__}: {error}")

@@ -1,0 +1,48 @@
+"""The cost table of the virtual clock: microseconds for launches, kernels and transfers.
+
+The figures are rounded from the published H200 timings and from measurements on two H200s (docs/performance.md): a device
+copy moves about 4.3 TB/s, a small kernel takes about 2 µs, low latency at 128 tokens and hidden 7168 takes 35 µs to
+dispatch and 68 µs to combine over 8 ranks. They order things plausibly; they are not a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """All in microseconds, or bytes per microsecond.
+
+    Attributes:
+        host_launch_us: host time to queue one operation.
+        host_switch_us: host time to hand the baton on.
+        kernel_us: least time of a device operation.
+        memory_bytes_per_us: device memory rate.
+        link_bytes_per_us: rate of one rank's link, one way.
+        link_latency_us: time until the first byte of a transfer arrives.
+        low_latency_send_us, low_latency_recv_us: the kernels of the two halves; the bytes travel between them.
+        collective_us: least time of a collective.
+    """
+
+    host_launch_us: float = 0.1
+    host_switch_us: float = 0.2
+    kernel_us: float = 2.0
+    memory_bytes_per_us: float = 3.5e6
+    link_bytes_per_us: float = 4.0e4
+    link_latency_us: float = 6.0
+    low_latency_send_us: float = 4.0
+    low_latency_recv_us: float = 3.0
+    collective_us: float = 12.0
+
+    def kernel(self, nbytes: int) -> float:
+        """A device operation that touches `nbytes`."""
+        return round(self.kernel_us + nbytes / self.memory_bytes_per_us, 3)
+
+    def transfer(self, nbytes: int) -> float:
+        """`nbytes` over the link."""
+        return round(self.link_latency_us + nbytes / self.link_bytes_per_us, 3)
+
+    def collective(self, nbytes: int) -> float:
+        """A collective in which one rank sends `nbytes`."""
+        return round(self.collective_us + nbytes / self.link_bytes_per_us, 3)

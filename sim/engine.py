@@ -1,0 +1,220 @@
+"""The devices of all ranks as one dataflow graph in virtual time.
+
+Work is a `Node`: it may start when everything it depends on is done. A stream is a chain of nodes; an event is an edge; a
+collective or an all-to-all is a `Meet`, a node without a stream that others depend on. The engine runs nodes in order of
+time, only when no host task can run (the host races ahead of the device, as on real machines), and writes a record for
+each when it is done. So the trace is topologically ordered by construction.
+
+A compute node's `run` acts at its start. A communication node may also have `finish`, which acts at its end: it reads its
+input early and writes its output late, so that a missing wait shows as stale or poisoned bytes, not only as a race.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dbo.trace import Access, BufferInfo, Record, Trace
+from sim.tasks import Scheduler, Task
+
+
+class Node:
+    """One piece of device work. `record` is None for a `Meet` without a record of its own."""
+
+    __slots__ = ("dependents", "done", "end_us", "finish", "members", "pending", "ready_us", "record", "run", "waiters")
+
+    def __init__(self, record: Record, pending: int, ready_us: float) -> None:
+        self.record = record
+        self.pending = pending
+        self.ready_us = ready_us
+        self.end_us = 0.0
+        self.done = False
+        self.run: Callable[[], None] | None = None
+        self.finish: Callable[[], None] | None = None
+        self.dependents: list[Node] = []
+        self.waiters: list[Task] = []
+        self.members: dict[int, Node] | None = None
+
+
+class Engine:
+    """Nodes, buffers, the trace and the clock of one simulated machine."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.scheduler: Scheduler | None = None
+        self.closed = False
+        self.executed = 0
+        self._heap: list[tuple[float, int, int, Node]] = []
+        self._next_id = 0
+        self._next_buffer = 0
+        self._unfinished: dict[int, Node] = {}
+
+    # -- records of host tasks --------------------------------------------------------------------------------------
+
+    def host_record(self, task: Task, kind: str, name: str = "", attrs: dict[str, Any] | None = None) -> int:
+        """Append a record on the task's line, after whatever the task has synchronised with since its last record."""
+        if self.closed:  # tasks are being unwound after a deadlock: the trace has ended
+            return -1
+        step, layer, ubatch, point = task.tags
+        record = Record(
+            self.new_id(),
+            task.rank,
+            task.line,
+            kind,
+            name,
+            t_us=task.now_us,
+            step=step,
+            layer=layer,
+            ubatch=ubatch,
+            point=point,
+            after=tuple(sorted(set(task.edges))) if task.edges else (),
+            attrs=attrs or {},
+        )
+        task.edges = []
+        self.trace.records.append(record)
+        task.last_record = record.id
+        return record.id
+
+    def new_id(self) -> int:
+        """The next record id: the order of issue."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def new_buffer(self, rank: int, name: str, nbytes: int, owner: str = "") -> int:
+        """Register a storage; its id appears in accesses."""
+        number = self._next_buffer
+        self._next_buffer += 1
+        self.trace.buffers[number] = BufferInfo(number, rank, name, nbytes, owner)
+        return number
+
+    # -- building the graph -----------------------------------------------------------------------------------------
+
+    def node(
+        self,
+        *,
+        rank: int,
+        line: str,
+        kind: str,
+        name: str,
+        tags: tuple[int, int, int, str],
+        after: Iterable[Node],
+        issued_by: Task | None = None,
+        duration_us: float = 0.0,
+        reads: tuple[Access, ...] = (),
+        writes: tuple[Access, ...] = (),
+        run: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        src: str = "",
+        attrs: dict[str, Any] | None = None,
+        stream_tail: Node | None = None,
+        held: bool = False,
+    ) -> Node:
+        """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others."""
+        edges = [n.record.id for n in after]
+        ready_us = 0.0
+        if issued_by is not None:
+            ready_us = issued_by.now_us
+            if issued_by.last_record >= 0:
+                edges.append(issued_by.last_record)
+            edges.extend(issued_by.edges)
+        step, layer, ubatch, point = tags
+        record = Record(
+            self.new_id(), rank, line, kind, name, 0.0, duration_us, step, layer, ubatch, point,
+            tuple(sorted(set(edges))), reads, writes, src, attrs if attrs is not None else {},
+        )  # fmt: skip
+        node = Node(record, 0, ready_us)
+        node.run = run
+        node.finish = finish
+        depends = after if stream_tail is None else [*after, stream_tail]
+        for other in depends:
+            self.depend(node, other)
+        self._unfinished[record.id] = node
+        if held:
+            node.pending += 1
+        if node.pending == 0:
+            self._push(node)
+        return node
+
+    def depend(self, node: Node, other: Node) -> None:
+        """`node` starts after `other` ends. For a node that has not started."""
+        if other.done:
+            node.ready_us = max(node.ready_us, other.end_us)
+        else:
+            node.pending += 1
+            other.dependents.append(node)
+
+    def release_hold(self, node: Node) -> None:
+        """Let a node that was made `held` start when its dependencies are done: the last member of a meet has come."""
+        node.pending -= 1
+        if node.pending == 0:
+            self._push(node)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _push(self, node: Node) -> None:
+        heapq.heappush(self._heap, (node.ready_us, node.record.id, 0, node))
+
+    def progress(self) -> bool:
+        """Run nodes until a host task becomes ready. False when there was nothing to run."""
+        scheduler = self.scheduler
+        ran = False
+        while self._heap and not (scheduler is not None and scheduler.ready):
+            at_us, _, phase, node = heapq.heappop(self._heap)
+            record = node.record
+            ran = True
+            if node.done:
+                continue
+            if phase == 0:
+                record.t_us = at_us
+                node.end_us = at_us + record.dur_us
+                if node.run is not None:
+                    node.run()
+                    node.run = None
+                if node.finish is not None:
+                    heapq.heappush(self._heap, (node.end_us, record.id, 1, node))
+                    continue
+            elif node.finish is not None:
+                node.finish()
+                node.finish = None
+            self._complete(node)
+        return ran
+
+    def _complete(self, node: Node) -> None:
+        node.done = True
+        self.executed += 1
+        del self._unfinished[node.record.id]
+        self.trace.records.append(node.record)
+        end_us = node.end_us
+        for other in node.dependents:
+            if end_us > other.ready_us:
+                other.ready_us = end_us
+            other.pending -= 1
+            if other.pending == 0:
+                self._push(other)
+        node.dependents = []
+        if node.waiters and self.scheduler is not None:
+            for task in node.waiters:
+                self.scheduler.wake(task, end_us)
+            node.waiters = []
+
+    def wait_host(self, task: Task, node: Node, why: str) -> None:
+        """Block `task` until `node` is done, and order the task after it."""
+        if not node.done:
+            node.waiters.append(task)
+            assert self.scheduler is not None
+            self.scheduler.block(("device", node.record.line, node.record.id, why))
+        task.now_us = max(task.now_us, node.end_us)
+        task.edges.append(node.record.id)
+
+    def unfinished(self) -> list[Node]:
+        """Nodes that were issued and are not done, in order of issue."""
+        return [self._unfinished[k] for k in sorted(self._unfinished)]
+
+    def drop(self, nodes: Iterable[Node]) -> None:
+        """Forget nodes that will never run (after a failed step)."""
+        for node in nodes:
+            node.done = True
+            node.run = node.finish = None
+            self._unfinished.pop(node.record.id, None)
+            node.dependents = []

@@ -1,0 +1,106 @@
+"""Streams and events of one simulated rank. Names and meaning are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dbo.trace import Access
+from sim.engine import Node
+
+if TYPE_CHECKING:
+    from sim.world import SimWorld
+
+
+class SimStream:
+    """A FIFO of device work. `name` is its line in the trace."""
+
+    def __init__(self, world: SimWorld, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.tail: Node | None = None
+
+    def launch(
+        self,
+        kind: str,
+        name: str,
+        *,
+        duration_us: float = 0.0,
+        reads: tuple[Access, ...] = (),
+        writes: tuple[Access, ...] = (),
+        run: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        after: tuple[Node, ...] = (),
+        src: str = "",
+        attrs: dict[str, Any] | None = None,
+    ) -> Node:
+        """Queue work here, for the calling task's point."""
+        task = self.world.task()
+        task.now_us += self.world.cost.host_launch_us
+        if self.world.device is not None and (reads or writes):
+            self.world.device.note_use((*reads, *writes), self.name)
+        node = self.world.engine.node(
+            rank=self.world.rank,
+            line=self.name,
+            kind=kind,
+            name=name,
+            tags=task.tags,
+            after=after,
+            issued_by=task,
+            duration_us=duration_us,
+            reads=reads,
+            writes=writes,
+            run=run,
+            finish=finish,
+            src=src,
+            attrs=attrs,
+            stream_tail=self.tail,
+        )
+        self.tail = node
+        return node
+
+    def wait_event(self, event: SimEvent) -> None:
+        if event.marker is not None:
+            self.launch("wait", event.name, after=(event.marker,), attrs={"event": event.name})
+
+    def wait_stream(self, stream: SimStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: SimEvent | None = None) -> SimEvent:
+        event = event or SimEvent(self.world, f"{self.name}.tail")
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.tail is None or self.tail.done
+
+    def synchronize(self) -> None:
+        task = self.world.task()
+        if self.tail is not None:
+            self.world.engine.wait_host(task, self.tail, f"synchronize {self.name}")
+        self.world.engine.host_record(task, "host.wait", self.name, {"why": "synchronize", "declared": True})
+
+
+class SimEvent:
+    """A marker; `record` again moves it, and waits made before keep the old place."""
+
+    def __init__(self, world: SimWorld, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.marker: Node | None = None
+
+    def record(self, stream: SimStream | None = None) -> None:
+        stream = stream or self.world.current_stream()
+        self.marker = stream.launch("record", self.name, attrs={"event": self.name})
+
+    def wait(self, stream: SimStream | None = None) -> None:
+        (stream or self.world.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.marker is None or self.marker.done
+
+    def synchronize(self) -> None:
+        task = self.world.task()
+        if self.marker is not None:
+            self.world.engine.wait_host(task, self.marker, f"synchronize {self.name}")
+        self.world.engine.host_record(task, "host.wait", self.name, {"why": "synchronize", "declared": True})

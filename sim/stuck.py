@@ -1,0 +1,102 @@
+"""What every blocked line waits for, written into the trace when nothing can move any more.
+
+The detector reads `blocked` records (fields of `dbo.check.waitfor.Waiter`) and finds the minimal stuck set.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dbo.trace import Record
+from sim.engine import Node
+from sim.tasks import Task
+
+if TYPE_CHECKING:
+    from sim.world import Cluster
+
+Line = tuple[int, str]
+
+
+def blocked_records(cluster: Cluster, stuck: list[Task]) -> list[Record]:
+    """One record for every host task and every stream head that can never go on."""
+    heads = _heads(cluster.engine.unfinished())
+    records = [_host(cluster, task, stuck, heads) for task in stuck]
+    records += [_device(cluster, line, node, heads, stuck) for line, node in sorted(heads.items()) if line[0] >= 0]
+    return records
+
+
+def _heads(nodes: list[Node]) -> dict[Line, Node]:
+    """The first unfinished node of every line."""
+    heads: dict[Line, Node] = {}
+    for node in nodes:
+        heads.setdefault((node.record.rank, node.record.line), node)
+    return heads
+
+
+def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Node]) -> Record:
+    waits = task.waits or ("nothing",)
+    kind = waits[0]
+    answer: dict[str, Any] = {"what": f"{kind} {waits[1]}" if len(waits) > 1 else kind, "needs": []}
+    if kind == "collective":
+        _, group, index, op, missing = waits
+        answer |= {"what": f"collective {op}", "group": group, "index": index, "missing": list(missing)}
+        answer["needs"] = [[rank, _line_of(rank, stuck)] for rank in missing]
+        meeting = cluster.host_meetings.get((cluster.epoch, group, index))
+        if meeting is not None and not missing:
+            answer["mismatch"] = _mismatch({r: s[0] for r, s in meeting.signatures.items()})
+            answer["needs"] = [[r, _line_of(r, stuck)] for r in meeting.signatures if r != task.rank]
+    elif kind == "device":
+        _, line, record, why = waits
+        answer |= {"what": f"{line}: {why}", "needs": [[task.rank, line]]}
+    elif kind in ("baton", "barrier", "recover"):
+        answer["needs"] = [[t.rank, t.line] for t in stuck if t.rank == task.rank and t is not task]
+        answer["any_of"] = kind == "baton"
+    step, layer, ubatch, point = task.tags
+    answer |= {"step": step, "layer": layer, "ubatch": ubatch, "point": point}
+    return Record(
+        cluster.engine.new_id(), task.rank, task.line, "blocked", str(answer["what"]), t_us=task.now_us, step=step,
+        layer=layer, ubatch=ubatch, point=point, attrs={"waits_for": answer},
+    )  # fmt: skip
+
+
+def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], stuck: list[Task]) -> Record:
+    record = node.record
+    answer: dict[str, Any] = {"what": f"{record.kind} {record.name}", "needs": [], "head": record.name}
+    meet = _unfinished_meet(cluster, record.after)
+    if meet is not None:
+        members = meet.members or {}
+        missing = [r for r in range(cluster.size) if r not in members]
+        late = [r for r, member in members.items() if not member.done]
+        answer |= {"group": meet.record.attrs["group"], "index": meet.record.attrs["index"], "missing": missing}
+        answer["needs"] = [[r, _line_of(r, stuck)] for r in missing]
+        answer["needs"] += [[r, members[r].record.line] for r in late]
+        if not missing and not late:
+            answer["mismatch"] = "COLLECTIVE_TYPE_MISMATCH"
+            answer["needs"] = [[r, members[r].record.line] for r in members if r != record.rank]
+    else:
+        blockers = [h for k, h in heads.items() if h.record.id in record.after and k != line]
+        answer["needs"] = [[h.record.rank, h.record.line] for h in blockers]
+    answer |= {"step": record.step, "layer": record.layer, "ubatch": record.ubatch, "point": record.point,
+               "src": record.src}  # fmt: skip
+    return Record(
+        cluster.engine.new_id(), line[0], line[1], "blocked", record.name, step=record.step, layer=record.layer,
+        ubatch=record.ubatch, point=record.point, src=record.src, attrs={"waits_for": answer},
+    )  # fmt: skip
+
+
+def _unfinished_meet(cluster: Cluster, after: tuple[int, ...]) -> Node | None:
+    for node in cluster.engine.unfinished():
+        if node.record.kind == "meet" and node.record.id in after:
+            return node
+    return None
+
+
+def _line_of(rank: int, stuck: list[Task]) -> str:
+    """The host line of `rank` that ought to come; its main task when none is blocked."""
+    lines = [t.line for t in stuck if t.rank == rank]
+    ubatches = [line for line in lines if line != "main"]
+    return (ubatches or lines or ["main"])[0]
+
+
+def _mismatch(ops: dict[int, str]) -> str:
+    return "COLLECTIVE_TYPE_MISMATCH" if len(set(ops.values())) > 1 else "SIZE_MISMATCH"

@@ -1,0 +1,336 @@
+"""The simulated machine: a `Cluster` of ranks, and the `World` that each rank's program receives.
+
+    result = launch(program, ranks=2)          # program(world) runs once a rank
+    result.trace, result.values, result.errors
+
+The happy path is one canonical run; who runs next is the scheduler's `Strategy`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbo.trace import Trace
+from sim.alltoall.low_latency import Exchange, LowLatencyBuffer, SymbolPayload
+from sim.collectives import DeviceMeeting, HostMeeting, SimGroup, peer_failed
+from sim.cost import CostTable
+from sim.engine import Engine, Node
+from sim.host import SimBarrier, SimBaton, SimWorker
+from sim.streams import SimEvent, SimStream
+from sim.symbols import SymbolTensors
+from sim.tasks import Scheduler, Strategy, Task, TaskKilled
+
+Tags = tuple[int, int, int, str]
+
+
+@dataclass(kw_only=True)
+class Launched:
+    """What a run left: the trace, and per rank what the program returned or raised."""
+
+    trace: Trace
+    values: list[Any] = field(default_factory=list)
+    errors: list[BaseException | None] = field(default_factory=list)
+    deadlocked: bool = False
+    switches: int = 0
+    device_operations: int = 0
+
+    @property
+    def ticks(self) -> int:
+        """Moves of the simulator: task switches and device operations."""
+        return self.switches + self.device_operations
+
+
+class Cluster:
+    """All ranks: scheduler, engine, and what they share (collectives, epochs, failures)."""
+
+    def __init__(self, ranks: int, *, mode: str, vehicle: str, strategy: Strategy | None, cost: CostTable) -> None:
+        self.trace = Trace(meta={"world": "sim", "ranks": ranks, "mode": mode, "complete": True})
+        self.engine = Engine(self.trace)
+        self.scheduler = Scheduler(
+            vehicle=vehicle, strategy=strategy, idle=self.engine.progress, on_deadlock=self._deadlock
+        )
+        self.engine.scheduler = self.scheduler
+        self.cost = cost
+        self.mode = mode
+        self.size = ranks
+        self.epoch = 0
+        self.host_meetings: dict[Any, HostMeeting] = {}
+        self.device_meetings: dict[Any, DeviceMeeting] = {}
+        self.exchanges: dict[tuple[int, int], Exchange] = {}
+        self.low_latency_buffers: dict[int, list[int]] = {}
+        self.failed: dict[int, BaseException] = {}
+        self.recovering: dict[int, int] = {}
+        self.deadlocked = False
+        self.worlds = [SimWorld(self, rank) for rank in range(ranks)]
+
+    def spawn(self, world: SimWorld, work: Callable[[], None], line: str, *, daemon: bool = False) -> Task:
+        """A host task of `world`; it starts with the world's compute stream current."""
+        task = self.scheduler.spawn(work, rank=world.rank, line=line, daemon=daemon)
+        task.stream = world.compute
+        return task
+
+    # -- meetings ---------------------------------------------------------------------------------------------------
+
+    def open_meet(self, group: str, index: int) -> Node:
+        """A node that ends when all members have come; it starts held."""
+        node = self.engine.node(
+            rank=-1, line=group, kind="meet", name=f"{group}#{index}", tags=(-1, -1, -1, ""), after=(),
+            attrs={"group": group, "index": index}, held=True,
+        )  # fmt: skip
+        node.members = {}
+        return node
+
+    def join_meet(self, meet: Node, member: Node, rank: int) -> None:
+        """`meet` cannot end before `member`."""
+        assert meet.members is not None
+        meet.members[rank] = member
+        meet.record.after = (*meet.record.after, member.record.id)
+        self.engine.depend(meet, member)
+
+    def host_meet(self, group: str, index: int, after: Sequence[int], at_us: float) -> int:
+        """The record of a host-level meeting that is complete."""
+        from dbo.trace import Record
+
+        record = Record(self.engine.new_id(), -1, group, "meet", f"{group}#{index}", t_us=at_us, after=tuple(after),
+                        attrs={"group": group, "index": index})  # fmt: skip
+        self.trace.records.append(record)
+        return record.id
+
+    def low_latency_exchange(self, call: int) -> Exchange:
+        """The meeting of call number `call` in this epoch."""
+        key = (self.epoch, call)
+        if key not in self.exchanges:
+            self.exchanges[key] = Exchange(self.open_meet("low_latency", call))
+        return self.exchanges[key]
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def check_peers(self, rank: int) -> None:
+        """Raise `PeerFailed` when another rank has failed in this epoch."""
+        for peer, error in self.failed.items():
+            if peer != rank:
+                raise peer_failed(peer, error)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """`rank` ends its step with `error`: whoever waits for an exchange wakes with `PeerFailed`."""
+        self.failed.setdefault(rank, error)
+        for task in self.scheduler.tasks:
+            if task.rank != rank and task.waits is not None and task.waits[0] in ("collective", "device"):
+                self.scheduler.raise_in(task, peer_failed(rank, error))
+
+    def recover(self, world: SimWorld, step: int) -> int:
+        """All ranks meet after a failed step; communicators restart in a new epoch."""
+        self.recovering[world.rank] = step
+        epoch = self.epoch
+        if len(self.recovering) == self.size:
+            self.engine.drop(self.engine.unfinished())
+            self.host_meetings.clear()
+            self.device_meetings.clear()
+            self.exchanges.clear()
+            self.failed.clear()
+            self.epoch += 1
+            self._agreed = 1 + max(self.recovering.values())
+            self.recovering.clear()
+            for other in self.worlds:
+                other.restart()
+            for task in self.scheduler.tasks:
+                if task.waits is not None and task.waits[0] == "recover":
+                    self.scheduler.wake(task, world.task().now_us)
+        while self.epoch == epoch:
+            self.scheduler.block(("recover", step))
+        return self._agreed
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _deadlock(self, stuck: list[Task]) -> None:
+        """Write what every blocked line waits for; detectors and reports read it from the trace."""
+        from sim.stuck import blocked_records
+
+        self.deadlocked = True
+        self.trace.meta["complete"] = False
+        self.trace.records.extend(blocked_records(self, stuck))
+        self.engine.closed = True
+
+
+class SimWorld:
+    """One rank's world; see `dbo.contract.World`."""
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self.cluster = cluster
+        self.engine = cluster.engine
+        self.cost = cluster.cost
+        self.rank = rank
+        self.size = cluster.size
+        self.mode = cluster.mode
+        self.compute = SimStream(self, "compute")
+        self.comm = SimStream(self, "comm")
+        self.net_tail: Node | None = None
+        self.group = SimGroup(self, "ep")
+        self.control = SimGroup(self, "dp.cpu")
+        self.host = SimHost(self)
+        self.trace = SimRecorder(self)
+        self.device: Any = None
+        if self.mode == "numeric":
+            from sim.alltoall.numeric_payload import NumericPayload
+            from sim.numeric import NumericDevice, NumericTensors
+
+            self.device = NumericDevice(self)
+            self.tensors: Any = NumericTensors(self)
+            payload: Any = NumericPayload(self)
+        else:
+            self.tensors = SymbolTensors(self)
+            payload = SymbolPayload(self)
+        self.low_latency = LowLatencyBuffer(self, payload)
+
+    def task(self) -> Task:
+        """The calling host task."""
+        task = self.cluster.scheduler.current
+        if task is None:
+            raise RuntimeError("a world is used by its rank's host tasks: run the program with sim.world.launch")
+        return task
+
+    def restart(self) -> None:
+        """A new epoch: streams are empty, calls are counted from 0."""
+        for stream in (self.compute, self.comm):
+            stream.tail = None
+        self.net_tail = None
+        self.group.restart()
+        self.control.restart()
+        self.low_latency.restart()
+
+    def event(self, name: str) -> SimEvent:
+        return SimEvent(self, name)
+
+    def current_stream(self) -> SimStream:
+        return self.task().stream
+
+    def set_stream(self, stream: SimStream) -> None:
+        self.task().stream = stream
+
+    def wait_current_stream(self, why: str, *, declared: bool) -> None:
+        """Block the calling task until its current stream is empty; a host read."""
+        task = self.task()
+        self.cluster.check_peers(self.rank)
+        tail = self.current_stream().tail
+        if tail is not None:
+            self.engine.wait_host(task, tail, why)
+        self.engine.host_record(task, "host.wait", self.current_stream().name, {"why": why, "declared": declared})
+
+    def at_point(self, point: str, *, layer: int) -> None:
+        task = self.task()
+        task.tags = (task.tags[0], layer, task.tags[2], point)
+
+    def in_ubatch(self, ubatch: int, *, step: int) -> None:
+        self.task().tags = (step, -1, ubatch, "")
+
+    def tags(self) -> Tags:
+        return self.task().tags
+
+    def restore_tags(self, tags: Tags) -> None:
+        self.task().tags = tags
+
+    def real_tokens(self) -> int:
+        """Real tokens of the (u)batch that the calling task works for."""
+        return int(self.task().attrs.get("real_tokens", 0))
+
+    def set_real_tokens(self, tokens: int) -> None:
+        """Told by the wrapper when a task starts on a (u)batch; sends carry it in the trace."""
+        self.task().attrs["real_tokens"] = tokens
+
+    def task_state(self) -> Any:
+        if self.mode == "numeric":
+            from sim.numeric import TorchTaskState
+
+            return TorchTaskState()
+        return ContextState()
+
+    def fail(self, error: BaseException) -> None:
+        self.cluster.fail(self.rank, error)
+
+    def recover(self, step: int) -> int:
+        return self.cluster.recover(self, step)
+
+    def source(self) -> str:
+        """ "package/file.py:line" of the nearest caller outside the simulator."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if not name.startswith(("sim.", "torch", "contextlib")):
+                return f"{name.replace('.', '/')}.py:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+
+class ContextState:
+    """The calling task's context variables."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        return self._context.copy().run(work, *args)
+
+
+class SimHost:
+    """Makes batons, barriers and workers of one rank."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self._world = world
+
+    def baton(self, name: str) -> SimBaton:
+        return SimBaton(self._world, name)
+
+    def barrier(self, parties: int, name: str) -> SimBarrier:
+        return SimBarrier(self._world, parties, name)
+
+    def worker(self, name: str) -> SimWorker:
+        return SimWorker(self._world, name)
+
+
+class SimRecorder:
+    """Host records of one rank."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self._world = world
+
+    def host(self, kind: str, name: str = "", **attrs: Any) -> None:
+        self._world.engine.host_record(self._world.task(), kind, name, attrs)
+
+
+def launch(
+    program: Callable[[SimWorld], Any],
+    *,
+    ranks: int,
+    mode: str = "numeric",
+    vehicle: str | None = None,
+    strategy: Strategy | None = None,
+    cost: CostTable | None = None,
+) -> Launched:
+    """Run `program(world)` on every rank of a simulated machine, to the end or to a deadlock.
+
+    Args:
+        mode: "numeric" (torch tensors, OS threads) or "ordering" (symbols, no torch).
+        vehicle: "thread" or "greenlet"; by default threads in numeric mode and greenlets in ordering mode.
+    """
+    chosen = vehicle or ("thread" if mode == "numeric" else "greenlet")
+    cluster = Cluster(ranks, mode=mode, vehicle=chosen, strategy=strategy, cost=cost or CostTable())
+    values: list[Any] = [None] * ranks
+
+    def main(world: SimWorld) -> None:
+        values[world.rank] = program(world)
+
+    tasks = [cluster.spawn(w, lambda w=w: main(w), "main") for w in cluster.worlds]  # type: ignore[misc]
+    cluster.scheduler.run()
+    if mode == "numeric":
+        from sim.numeric import release
+
+        release()
+    errors = [None if isinstance(t.error, TaskKilled) else t.error for t in tasks]
+    return Launched(
+        trace=cluster.trace, values=values, errors=errors, deadlocked=cluster.deadlocked,
+        switches=cluster.scheduler.switches, device_operations=cluster.engine.executed,
+    )  # fmt: skip
