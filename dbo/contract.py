@@ -120,7 +120,11 @@ class Group(Protocol):
 
 
 class Tensors(Protocol):
-    """Between numpy and what flows through the model: torch tensors, or symbols in ordering mode."""
+    """Between numpy and what flows through the model: torch tensors, or symbols in ordering mode.
+
+    Worlds with numbers also have `from_torch(tensor)` and `zeros(shape, dtype)`; ordering worlds `empty(shape, name)` and
+    `op(name, reads, shape, writes=())`, which queues an operation that has bytes but no values.
+    """
 
     def from_numpy(self, array: np.ndarray, name: str) -> Any:
         """A device array with these values, written on the current stream."""
@@ -159,6 +163,8 @@ class World(Protocol):
         mode: "numeric" or "ordering".
         compute, comm: the two streams, shared by the rank's ubatches.
         group: all ranks, device exchanges. `control`: all ranks, host-level coordination.
+        low_latency: DeepEP's `Buffer`, or the simulator's with the same two methods.
+        row_ops: the device work around the exchanges of backend `nccl` (`dbo.moe.nccl.RowOps`).
     """
 
     rank: int
@@ -169,8 +175,10 @@ class World(Protocol):
     group: Group
     control: Group
     host: Host
-    tensors: Tensors
+    tensors: Any
     trace: Recorder
+    low_latency: Any
+    row_ops: Any
 
     def event(self, name: str) -> Event:
         """A new event; `name` appears in reports."""

@@ -39,6 +39,7 @@ class SerialPlayer:
             if point in thunks:
                 self.reach(point, layer=layer)
                 thunks[point]()
+        self.reach("", layer=layer)
 
 
 @dataclass(kw_only=True)

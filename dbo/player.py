@@ -77,6 +77,7 @@ class SchedulePlayer:
             raise ScheduleError(refusal(rule, "add them", points=",".join(sorted(left)), layer=layer))
         self._close()
         self.context.switch_to(self.context.compute_stream)
+        self.context.ring.world.at_point("", layer=layer)  # what follows belongs to no point: sums of the results
         for point in RESULTS:
             if point in self._done:
                 self.context.compute_stream.wait_event(self._done.pop(point))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dbo.coordinate import coordinate
+from dbo.coordinate import decide, exchange
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.player import SchedulePlayer
 from dbo.slicing import maybe_create_ubatch_slices, slice_plan
@@ -26,7 +26,7 @@ class Program:
     """One rank's program.
 
     Attributes:
-        coordinate: (group, column, common) -> Decision.
+        exchange, decide: as in `dbo.coordinate`: columns to the table, the table to the decision.
         make_slices, slice_plan: as in `dbo.slicing`.
         context: the ubatch context's class. player: the schedule player's class. kernel: the modular kernel's class.
         prepare_finalize: wraps the all-to-all backend.
@@ -35,7 +35,8 @@ class Program:
         skips_step: step -> True when the rank leaves the step out altogether.
     """
 
-    coordinate: Callable[..., Any] = coordinate
+    exchange: Callable[..., Any] = exchange
+    decide: Callable[..., Any] = decide
     make_slices: Callable[..., Any] = maybe_create_ubatch_slices
     slice_plan: Callable[..., Any] = slice_plan
     context: type[UBatchContext] = UBatchContext

@@ -128,8 +128,9 @@ class GPUModelRunner:
 
     def _run(self, step: int, batch: ScheduledBatch) -> StepOutcome:
         column = self._column(step, batch)
-        decision: Decision = self.program.coordinate(self.world.control, column, self.config)
-        self.world.trace.host("decide", column=column.to_dict(), decision=decision.to_dict())
+        table = self.program.exchange(self.world.control, column)
+        decision: Decision = self.program.decide(table, self.config)
+        self.world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict())
         if decision.all_idle:
             return StepOutcome(step=step, decision=decision, column=column)
         rows = decision.num_tokens_padded[self.world.rank]

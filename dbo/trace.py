@@ -19,7 +19,8 @@ Record kinds (attrs in braces):
     ubatch.exit     {yields, declared_yields, error, hook_pending}      the context has left the ring
     yield           {to, index}                            the baton is passed on (ubatch `to` comes next)
     resume          {index}                                … and has come back
-    barrier         {name, arrived}
+    barrier         {name}                                 one party arrives
+    join            {}                                     the step's starter has waited for all ubatch threads
     hook.register   {hook, owner, holder}                  hook is an integer, unique in the rank
     hook.run        {hook, owner, runner}
     hook.drop       {hook, owner}                          dropped while unwinding an error
@@ -51,7 +52,7 @@ from typing import Any, NamedTuple
 SCHEMA = "dbo.trace/1"
 
 HOST_KINDS = frozenset(
-    "config step.begin decide slices step.end ubatch.enter ubatch.exit yield resume barrier hook.register hook.run "
+    "config step.begin decide slices step.end ubatch.enter ubatch.exit yield resume join barrier hook.register hook.run "
     "hook.drop point error host.wait alloc free".split()
 )
 DEVICE_LINES = ("compute", "comm", "net")

@@ -123,6 +123,7 @@ class UBatchWrapper:
             contexts[0].start()
         for worker in workers:
             worker.join()
+        self.world.trace.host("join")
         if ring.error is not None:
             raise UBatchError(rank=self.world.rank, ubatch=ring.error_ubatch, cause=ring.error)
         return outputs

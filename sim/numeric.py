@@ -84,6 +84,10 @@ class NumericTensors:
         """A CPU tensor's values on the device, by a queued copy."""
         return tensors.to_sim(tensor, self.world.rank)
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed array: a write on the current stream."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=f"sim:{self.world.rank}")
+
     def to_host(self, array: torch.Tensor, why: str) -> np.ndarray:
         with tensors.declared_host_read(why):
             host = array.cpu()
@@ -121,10 +125,12 @@ class NumericMover:
         self._output, self._input = tensors.raw(output), tensors.raw(input)
         self._output_splits, self._input_splits = output_splits, input_splits
 
+    @torch.inference_mode()
     def block(self, peer: int) -> torch.Tensor:
         """The rows for `peer`, as they are now."""
         return self._input.split(self._input_splits)[peer].clone()
 
+    @torch.inference_mode()
     def deliver(self, blocks: Sequence[torch.Tensor]) -> None:
         """Write the peers' rows, by rank."""
         for part, block in zip(self._output.split(self._output_splits), blocks, strict=True):

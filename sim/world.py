@@ -21,7 +21,7 @@ from sim.cost import CostTable
 from sim.engine import Engine, Node
 from sim.host import SimBarrier, SimBaton, SimWorker
 from sim.streams import SimEvent, SimStream
-from sim.symbols import SymbolTensors
+from sim.symbols import SymbolRowOps, SymbolTensors
 from sim.tasks import Scheduler, Strategy, Task, TaskKilled
 
 Tags = tuple[int, int, int, str]
@@ -175,15 +175,18 @@ class SimWorld:
         self.trace = SimRecorder(self)
         self.device: Any = None
         if self.mode == "numeric":
+            from dbo.moe.nccl_ops import TorchRowOps
             from sim.alltoall.numeric_payload import NumericPayload
             from sim.numeric import NumericDevice, NumericTensors
 
             self.device = NumericDevice(self)
             self.tensors: Any = NumericTensors(self)
             payload: Any = NumericPayload(self)
+            self.row_ops: Any = TorchRowOps()
         else:
             self.tensors = SymbolTensors(self)
             payload = SymbolPayload(self)
+            self.row_ops = SymbolRowOps(self)
         self.low_latency = LowLatencyBuffer(self, payload)
 
     def task(self) -> Task:

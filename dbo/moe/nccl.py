@@ -7,9 +7,11 @@ graphs. With top-k near or above the number of ranks nearly every row is needed 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from dbo.contract import Group
+from dbo.contract import World
 from dbo.forward_context import get_forward_context
 from dbo.moe.interface import ExpertInputs, Receiver
 
@@ -34,21 +36,27 @@ class RowOps(Protocol):
 
 
 class NcclPrepareAndFinalize:
-    """Dispatch and combine of one rank, for all layers and ubatches."""
+    """Dispatch and combine of one rank, for all layers and ubatches.
+
+    Lifetimes across streams: what the comm stream reads is kept by the receiver until the compute stream has waited for it,
+    and what the compute stream will read is allocated there, so that freeing it is ordered with its readers.
+    """
 
     layout = "flat"
 
-    def __init__(self, group: Group, ops: RowOps, *, num_experts: int) -> None:
-        self.group = group
-        self.ops = ops
-        self.local_experts = num_experts // group.size
+    def __init__(self, world: World, *, num_experts: int) -> None:
+        self.world = world
+        self.group = world.group
+        self.ops: RowOps = world.row_ops
+        self.local_experts = num_experts // self.group.size
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(a1.shape[0])
         rows, routing = self.ops.pack(a1, topk_weights, topk_ids, ranks, self.local_experts)
-        got_rows = self.ops.empty_rows(rows, sum(theirs))
-        got_routing = self.ops.empty_rows(routing, sum(theirs))
+        with self._on_compute():
+            got_rows = self.ops.empty_rows(rows, sum(theirs))
+            got_routing = self.ops.empty_rows(routing, sum(theirs))
         self.group.all_to_all_single(got_rows, rows, theirs, mine)
         self.group.all_to_all_single(got_routing, routing, theirs, mine)
 
@@ -61,9 +69,24 @@ class NcclPrepareAndFinalize:
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(topk_ids.shape[0])
-        got = self.ops.empty_rows(expert_out, sum(mine))
+        with self._on_compute():
+            got = self.ops.empty_rows(expert_out, sum(mine))
         self.group.all_to_all_single(got, expert_out, mine, theirs)
-        return lambda: self.ops.reduce(got, ranks)
+
+        def receive(sent: Any = expert_out) -> Any:
+            return self.ops.reduce(got, ranks)
+
+        return receive
+
+    @contextmanager
+    def _on_compute(self) -> Iterator[None]:
+        """Allocate for the compute stream."""
+        stream = self.world.current_stream()
+        self.world.set_stream(self.world.compute)
+        try:
+            yield
+        finally:
+            self.world.set_stream(stream)
 
     def _splits(self, tokens: int) -> tuple[list[int], list[int]]:
         """Rows to and from each peer in dispatch. All counts come from the shared decision."""

@@ -48,12 +48,14 @@ class DispatchPlan:
         remote = topk_idx.shape[1] * (world.size - 1) / world.size
         self.nbytes = int(x.shape[0] * remote * x.shape[1] * x.element_size())
 
+    @torch.inference_mode()
     def send(self) -> tuple[Tensor, Tensor]:
         return self.x.clone(), self.ids.clone()
 
     def rows(self) -> int:
         return int((self.ids >= 0).any(-1).sum())
 
+    @torch.inference_mode()
     def receive(self, sent: list[tuple[Tensor, Tensor]], rank: int) -> None:
         layout = []
         for local in range(self.local):
@@ -84,6 +86,7 @@ class CombinePlan:
         remote = topk_idx.shape[1] * (world.size - 1) / world.size
         self.nbytes = int(handle["tokens"] * remote * x.shape[2] * x.element_size())
 
+    @torch.inference_mode()
     def send(self) -> list[tuple[int, int, Tensor, Tensor]]:
         local_experts = self.x.shape[0]
         return [
@@ -94,6 +97,7 @@ class CombinePlan:
     def rows(self) -> int:
         return int((self.ids >= 0).any(-1).sum())
 
+    @torch.inference_mode()
     def receive(self, sent: list[list[tuple[int, int, Tensor, Tensor]]], rank: int) -> None:
         total = torch.zeros(self._out.shape, dtype=torch.float32)
         for blocks in sent:

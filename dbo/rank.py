@@ -1,0 +1,170 @@
+"""One rank's whole program: build the model, the cache, the wrapper and the runner in a world, then step to the end.
+
+This is what a world's `launch` runs on every rank, simulated or real, and what the reference runs on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dbo.config import DBOConfig, compare_configs, effective
+from dbo.contract import World
+from dbo.engine.requests import Request
+from dbo.engine.scheduler import RequestScheduler
+from dbo.errors import refusal
+from dbo.model.config import ModelConfig
+from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
+from dbo.moe.interface import FusedMoEPrepareAndFinalizeModular
+from dbo.moe.nccl import NcclPrepareAndFinalize
+from dbo.program import Program
+from dbo.runner import GPUModelRunner, StepOutcome
+from dbo.schedule import Schedule
+from dbo.wrapper import UBatchWrapper
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpec:
+    """A request as the job states it. Ids are unique over all ranks."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """What every rank runs.
+
+    Attributes:
+        config, model_config, schedule: the same on all ranks.
+        weights_of: (ep_rank, ep_size) -> this rank's weights as CPU tensors; None in ordering mode.
+        requests: by rank.
+        program_of: rank -> its program.
+        keep_logits: keep rows of logits in the outcomes.
+        serial: run split steps one ubatch after another.
+        max_steps: stop after so many steps even if requests are left.
+    """
+
+    config: DBOConfig
+    model_config: ModelConfig
+    schedule: Schedule
+    requests: Sequence[Sequence[RequestSpec]]
+    weights_of: Callable[[int, int], dict[str, Any]] | None = None
+    program_of: Callable[[int], Program] = field(default=lambda rank: Program())
+    keep_logits: bool = False
+    serial: bool = False
+    max_steps: int = 1000
+
+
+def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
+    """Step until all ranks are idle; one outcome a step.
+
+    Raises:
+        ConfigError: the ranks were told different things.
+    """
+    program = job.program_of(world.rank)
+    agree_on_config(world, job.config, program)
+    runner = build_runner(world, job, program)
+    for spec in job.requests[world.rank]:
+        runner.scheduler.add(
+            Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
+        )
+    outcomes: list[StepOutcome] = []
+    while len(outcomes) < job.max_steps:
+        outcome = runner.step()
+        outcomes.append(outcome)
+        if outcome.all_idle:
+            break
+    return outcomes
+
+
+def agree_on_config(world: World, config: DBOConfig, program: Program) -> None:
+    """Gather every rank's effective configuration once; any difference stops every rank."""
+    mine = program.effective_config(effective(config))
+    world.trace.host("config", config=mine)
+    compare_configs(world.control.all_gather_object(mine))
+
+
+def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner:
+    """The runner of one rank, with an empty cache and no requests."""
+    config, model_config = job.config, job.model_config
+    moe_layers = [i for i in range(model_config.num_hidden_layers) if model_config.is_moe_layer(i)]
+    backend = program.prepare_finalize(make_prepare_finalize(world, config, model_config))
+    model, kv_caches, metadata_of = (
+        _skeleton(world, config, model_config, backend, program)
+        if job.weights_of is None
+        else _torch_model(world, config, model_config, job.weights_of(world.rank, world.size), backend, program)
+    )
+    wrapper = UBatchWrapper(
+        model, world=world, schedule=job.schedule, backend=config.all2all_backend, moe_layers=moe_layers, program=program
+    )
+    return GPUModelRunner(
+        world=world, config=config, model=model, wrapper=wrapper, kv_caches=kv_caches, metadata_of=metadata_of,
+        scheduler=RequestScheduler(config), program=program, keep_logits=job.keep_logits, serial=job.serial,
+    )  # fmt: skip
+
+
+def make_prepare_finalize(
+    world: World, config: DBOConfig, model_config: ModelConfig
+) -> FusedMoEPrepareAndFinalizeModular:
+    """The all-to-all backend that the configuration names, in this world."""
+    num_experts = model_config.n_routed_experts
+    if config.all2all_backend == "deepep_low_latency":
+        return DeepEPLowLatencyPrepareAndFinalize(
+            world.low_latency, num_experts=num_experts, max_tokens_per_rank=config.low_latency_max_tokens_per_rank
+        )
+    if config.all2all_backend == "nccl":
+        return NcclPrepareAndFinalize(world, num_experts=num_experts)
+    rule = "every accepted backend is built"
+    raise ValueError(refusal(rule, "add it to make_prepare_finalize", all2all_backend=config.all2all_backend))
+
+
+def _skeleton(
+    world: World, config: DBOConfig, model_config: ModelConfig, backend: Any, program: Program
+) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+    from dbo.model.skeleton import SkeletonModel
+
+    caches = []
+    width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
+    for layer in range(model_config.num_hidden_layers):
+        cache = world.tensors.empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
+        cache.notes["block_size"] = config.block_size
+        caches.append(cache)
+    return SkeletonModel(model_config, world, backend, program.kernel), caches, lambda plan: plan
+
+
+def _torch_model(
+    world: World,
+    config: DBOConfig,
+    model_config: ModelConfig,
+    weights: dict[str, Any],
+    backend: Any,
+    program: Program,
+) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+    from dbo.attention_metadata import from_plan
+    from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
+
+    tensors = world.tensors
+    model = DeepseekV2ForCausalLM(
+        model_config,
+        {name: tensors.from_torch(weight) for name, weight in weights.items()},
+        make_prepare_finalize=lambda layer: backend,
+        make_kernel=lambda layer, prepare_finalize, experts, shared_experts: program.kernel(
+            prepare_finalize, experts, shared_experts
+        ),
+        ep_rank=world.rank,
+        ep_size=world.size,
+    )
+    width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
+    shape = (config.num_kv_blocks, config.block_size, width)
+    dtype = next(iter(weights.values())).dtype
+    caches = [tensors.zeros(shape, dtype) for _ in range(model_config.num_hidden_layers)]
+
+    def to_device(array: np.ndarray) -> Any:
+        return tensors.from_numpy(array, "metadata")
+
+    return model, caches, lambda plan: from_plan(plan, to_device)
