@@ -36,7 +36,7 @@ from dbo.main_job_types import (
 )
 from dbo.model.config import ModelConfig, load_model_config
 from dbo.program import Program
-from dbo.rank import RankJob, RequestSpec, run_rank
+from dbo.rank import CleanPrograms, FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.runner import StepOutcome
 from dbo.schedule import Schedule, load_schedule, parse_schedule, to_text
 from dbo.schedule import validate as validate_schedule
@@ -94,14 +94,18 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     if config.enable_dbo:
         validate_schedule(schedule, backend=config.all2all_backend, num_ubatches=config.num_ubatches)
     requests = _spread(prompts, config.data_parallel_size, request.steps + 1)
-    weights_of = None if request.mode == "ordering" else _weights(folder, model_config, config.dtype)
+    weights_of = (
+        None
+        if request.mode == "ordering"
+        else FolderWeights(folder=str(folder), config=model_config, dtype=config.dtype)
+    )
     job = RankJob(
         config=config, model_config=model_config, schedule=schedule, requests=requests, weights_of=weights_of,
         program_of=_programs(request, config), keep_logits=weights_of is not None,
     )  # fmt: skip
 
     progress.stage(f"running {config.num_ranks} ranks in world {request.world} ({request.mode})")
-    launched = world.launch(_rank_main(job), ranks=config.num_ranks, mode=request.mode)
+    launched = world.launch(RankMain(job), ranks=config.num_ranks, mode=request.mode)
     launched.trace.meta |= {
         "backend": config.all2all_backend, "schedule": to_text(schedule), "ubatches": config.num_ubatches,
         "seed": request.seed, "config": effective(config),
@@ -119,18 +123,6 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     path = request.trace or Path(tempfile.gettempdir()) / f"dbo-check-{request.seed}.json"
     write_trace(launched.trace, path)
     return _result(request, config, folder, schedule, launched.trace, report, steps, reference, replay, path, warnings)
-
-
-def _rank_main(job: RankJob) -> Callable[[Any], list[StepOutcome]]:
-    if job.weights_of is None:
-        return lambda world: run_rank(world, job)
-    import torch
-
-    def main(world: Any) -> list[StepOutcome]:
-        with torch.inference_mode():
-            return run_rank(world, job)
-
-    return main
 
 
 def _flags(request: CheckRequest) -> dict[str, Any]:
@@ -197,17 +189,9 @@ def _spread(prompts: Sequence[Sequence[int]], ranks: int, max_new_tokens: int) -
     return spread
 
 
-def _weights(folder: Path, config: ModelConfig, dtype: str) -> Callable[[int, int], dict[str, Any]]:
-    import torch
-
-    from dbo.model.loader import load_weights
-
-    return lambda rank, size: load_weights(folder, config, ep_rank=rank, ep_size=size, dtype=getattr(torch, dtype))
-
-
 def _programs(request: CheckRequest, config: DBOConfig) -> Callable[[int], Program]:
     if request.inject is None:
-        return lambda rank: Program()
+        return CleanPrograms()
     name, _, where = request.inject.partition(":")
     for fault in registry.faults(request.world):
         if fault.name == name:
@@ -279,7 +263,7 @@ def _reference(
         config=alone, model_config=job.model_config, schedule=job.schedule, requests=together,
         weights_of=job.weights_of, keep_logits=True,
     )  # fmt: skip
-    expected = _by_request([_rank_main(twin)(LocalWorld())])
+    expected = _by_request([RankMain(twin)(LocalWorld())])
     found = _by_request(outcomes)
     errors = [
         float(np.linalg.norm(a - b) / np.linalg.norm(b))

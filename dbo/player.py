@@ -113,3 +113,4 @@ class SchedulePlayer:
             index, num_moe_layers=len(self.moe_layers), ubatch=self.context.index, num_ubatches=len(ring.contexts)
         ):
             self.context.yield_()
+            self.context.played_yields += 1

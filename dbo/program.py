@@ -21,6 +21,10 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _never(step: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """One rank's program.
@@ -45,4 +49,4 @@ class Program:
     prepare_finalize: Callable[[Any], Any] = _same
     effective_config: Callable[[dict[str, Any]], dict[str, Any]] = _same
     before_ubatch: Callable[[int], None] = _same
-    skips_step: Callable[[int], bool] = lambda step: False  # noqa: E731
+    skips_step: Callable[[int], bool] = _never

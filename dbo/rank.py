@@ -35,9 +35,34 @@ class RequestSpec:
     max_new_tokens: int
 
 
+class CleanPrograms:
+    """Every rank runs the shipped program."""
+
+    def __call__(self, rank: int) -> Program:
+        return Program()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderWeights:
+    """This rank's weights from a model folder, as CPU tensors (needs torch when called)."""
+
+    folder: str
+    config: ModelConfig
+    dtype: str
+
+    def __call__(self, ep_rank: int, ep_size: int) -> dict[str, Any]:
+        import torch
+
+        from dbo.model.loader import load_weights
+
+        return load_weights(
+            self.folder, self.config, ep_rank=ep_rank, ep_size=ep_size, dtype=getattr(torch, self.dtype)
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What every rank runs.
+    """What every rank runs. It is a value and can be pickled, so that a world may run ranks in processes of their own.
 
     Attributes:
         config, model_config, schedule: the same on all ranks.
@@ -54,10 +79,25 @@ class RankJob:
     schedule: Schedule
     requests: Sequence[Sequence[RequestSpec]]
     weights_of: Callable[[int, int], dict[str, Any]] | None = None
-    program_of: Callable[[int], Program] = field(default=lambda rank: Program())
+    program_of: Callable[[int], Program] = field(default_factory=CleanPrograms)
     keep_logits: bool = False
     serial: bool = False
     max_steps: int = 1000
+
+
+@dataclass(frozen=True)
+class RankMain:
+    """The program that a world's `launch` runs on every rank."""
+
+    job: RankJob
+
+    def __call__(self, world: World) -> list[StepOutcome]:
+        if self.job.weights_of is None:
+            return run_rank(world, self.job)
+        import torch
+
+        with torch.inference_mode():
+            return run_rank(world, self.job)
 
 
 def run_rank(world: World, job: RankJob) -> list[StepOutcome]:

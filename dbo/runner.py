@@ -20,7 +20,7 @@ from dbo.coordinate import Decision, RankColumn, vote
 from dbo.engine.scheduler import RequestScheduler
 from dbo.engine.batch import ModelInputs, build_batch
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
-from dbo.errors import Unwinding
+from dbo.errors import UBatchError, Unwinding
 from dbo.forward_context import ForwardContext, SerialPlayer, override_forward_context
 from dbo.program import Program
 from dbo.sampling import sample
@@ -118,8 +118,9 @@ class GPUModelRunner:
 
     def _failed(self, step: int, error: BaseException) -> StepOutcome:
         self.world.in_ubatch(-1, step=step)
+        first = error.__cause__ if isinstance(error, UBatchError) and error.__cause__ is not None else error
         self.world.trace.host(
-            "step.end", status="error", error=type(error).__name__, rows=0, expected_rows=0, live_threads=0
+            "step.end", status="error", error=type(first).__name__, rows=0, expected_rows=0, live_threads=0
         )
         self.world.fail(error)
         self.scheduler.discard()

@@ -16,7 +16,7 @@ Record kinds (attrs in braces):
     slices          {parent: {...}, ubatches: [{...}]}     the batch plan and its slices, field by field (integers)
     step.end        {status: "ok"|"error"|"idle", error, rows, expected_rows, live_threads}
     ubatch.enter    {}                                     the context holds the baton for the first time
-    ubatch.exit     {yields, declared_yields, error, hook_pending}      the context has left the ring
+    ubatch.exit     {yields, declared_yields, played_yields, error, hook_pending}      the context has left the ring
     yield           {to, index}                            the baton is passed on (ubatch `to` comes next)
     resume          {index}                                … and has come back
     barrier         {name}                                 one party arrives

@@ -65,7 +65,12 @@ class Ring:
 
 
 class UBatchContext:
-    """One ubatch's place in the ring. Made by `make_ubatch_contexts` only."""
+    """One ubatch's place in the ring. Made by `make_ubatch_contexts` only.
+
+    Attributes:
+        yields: hand-overs so far. declared_yields: of the whole step, by the schedule. played_yields: those that the
+            schedule's player has passed; they differ from `yields` where somebody yields behind its back, or not at all.
+    """
 
     def __init__(self, ring: Ring, index: int, compute: Stream, comm: Stream, forward: ForwardContext, ready: Barrier):
         world = ring.world
@@ -81,6 +86,7 @@ class UBatchContext:
         self.left = False
         self.yields = 0
         self.declared_yields = 0
+        self.played_yields = 0
         self.recv_hook: tuple[int, int, Callable[[], None], Any] | None = None
         self._token: Token[UBatchContext | None] | None = None
         self._stream: Stream = compute
@@ -95,8 +101,8 @@ class UBatchContext:
             self.ready_barrier.wait()
             self.baton.take()
             self._check_cancelled()
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self._leave(type(error).__name__)
             raise
         world.trace.host("ubatch.enter")
         set_forward_context(self.forward_context)
@@ -122,8 +128,8 @@ class UBatchContext:
         if pending is not None:
             world.trace.host("hook.drop", hook=pending[0], owner=pending[1])
         world.trace.host(
-            "ubatch.exit", yields=self.yields, declared_yields=self.declared_yields, error=error,
-            hook_pending=pending is not None,
+            "ubatch.exit", yields=self.yields, declared_yields=self.declared_yields, played_yields=self.played_yields,
+            error=error, hook_pending=pending is not None,
         )  # fmt: skip
         if self._token is not None:
             _context.reset(self._token)

@@ -46,6 +46,10 @@ class LowLatencyBuffer:
         """A new epoch starts at buffer 0."""
         self.calls = 0
 
+    def buffer_of(self, call: int) -> int:
+        """The receive buffer of a call."""
+        return call % 2
+
     def low_latency_dispatch(
         self, x: Any, topk_idx: Any, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
         use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False,
@@ -80,10 +84,11 @@ class LowLatencyBuffer:
         world, cluster = self.world, self.world.cluster
         cluster.check_peers(world.rank)
         call, self.calls = self.calls, self.calls + 1
+        buffer = self.buffer_of(call)
         stream, tags = world.current_stream(), world.task().tags
         exchange = cluster.low_latency_exchange(call)
         exchange.ops[world.rank] = op
-        attrs: dict[str, Any] = {"call": call, "buffer": call % 2, "op": op, "real": world.real_tokens()}
+        attrs: dict[str, Any] = {"call": call, "buffer": buffer, "op": op, "real": world.real_tokens()}
 
         def send() -> None:
             exchange.sent[world.rank] = plan.send()
@@ -93,11 +98,11 @@ class LowLatencyBuffer:
             "send", f"{op}.send", duration_us=world.cost.low_latency_send_us, reads=plan.reads, run=send,
             src=world.source(), attrs=attrs,
         )  # fmt: skip
-        arrived = self._transfer(op, call, plan.nbytes, sent, tags)
+        arrived = self._transfer(op, call, buffer, plan.nbytes, sent, tags)
         cluster.join_meet(exchange.meet, arrived, world.rank)
         if len(exchange.ops) == world.size and len(set(exchange.ops.values())) == 1:
             world.engine.release_hold(exchange.meet)
-        own = self.receive_buffers[call % 2]
+        own = self.receive_buffers[buffer]
 
         def hook() -> None:
             cluster.check_peers(world.rank)
@@ -106,16 +111,18 @@ class LowLatencyBuffer:
                 reads=(Access.interval(own, 0, REGION_BYTES * world.size),), writes=plan.writes,
                 run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
                 after=(exchange.meet,), src=world.source(),
-                attrs={"call": call, "buffer": call % 2, "op": op},
+                attrs={"call": call, "buffer": buffer, "op": op},
             )  # fmt: skip
 
         return hook
 
-    def _transfer(self, op: str, call: int, nbytes: int, sent: Node, tags: tuple[int, int, int, str]) -> Node:
+    def _transfer(
+        self, op: str, call: int, buffer: int, nbytes: int, sent: Node, tags: tuple[int, int, int, str]
+    ) -> Node:
         """The bytes on their way, written into this rank's region of every peer's receive buffer."""
         world = self.world
         regions = tuple(
-            Access.interval(world.cluster.low_latency_buffers[peer][call % 2], world.rank * REGION_BYTES,
+            Access.interval(world.cluster.low_latency_buffers[peer][buffer], world.rank * REGION_BYTES,
                             (world.rank + 1) * REGION_BYTES)
             for peer in range(world.size)
         )  # fmt: skip

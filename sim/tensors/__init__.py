@@ -1,6 +1,7 @@
 """Torch tensors on the simulated device ``sim``: a GPU's asynchronous semantics on a CPU.
 
-Importing this package loads no torch; the first use of a name from torch's side does. `protocol` and `registry` never do.
+Importing this package loads no torch; the first use of a name from torch's side does. `protocol`, `registry` and `fifo`
+never do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Needs torch. Where every operation on a `SimTensor` arrives, and the table of what becomes of it.
 
-The first call of an operation makes its plan from its schema: decompose a composite, take a view now, change metadata now,
-wait for a value, or queue the work. Importing this module registers the device ``sim``.
+The first call of an operation makes its plan from its schema: decompose a composite, take a view now, change metadata
+now, wait for a value, or queue the work. Importing this module registers the device ``sim``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _BLIND = frozenset("fill_ zero_ eye_ masked_fill_ masked_scatter_".split())  # t
 
 _HANDLERS: dict[str, Handler] = {
     "copy_": copies.copy_,
-    **dict.fromkeys(opaque.NAMES, opaque.whole),
     "_to_copy": copies.to_copy,
     "index": indexing.index,
     "_unsafe_index": indexing.index,
     "index_put_": indexing.index_put,
     "_index_put_impl_": indexing.index_put,
+    **dict.fromkeys(opaque.NAMES, opaque.whole),
     **dict.fromkeys(indexing.READERS - {"index", "_unsafe_index"}, indexing.gather_rows),
     **dict.fromkeys(indexing.WRITERS - {"index_put_", "_index_put_impl_"}, indexing.scatter_rows),
 }

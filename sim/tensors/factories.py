@@ -1,6 +1,6 @@
 """Needs torch. Kernels for tensors that are born on sim: ``torch.empty(..., device="sim")`` and what is built on it.
 
-`zeros`, `ones`, `full`, `arange`, `eye`, `rand` … make an empty tensor and fill it, so that the filling is a queued write.
+`zeros`, `ones`, `full`, `eye`, `rand`, … make an empty tensor and fill it, so that the filling is a queued write.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The smallest `TensorDevice`: FIFO streams, events, and a log. No clocks, no detectors, no torch.
 
-The reference for engines, and what the tests of this package run on. Streams run only when the host drains them or reads.
+The reference for engines, and what the tests of this package run on. Streams run when the host drains them or reads.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FifoDevice:
         return sum(isinstance(item, Operation) for queue in self._queues.values() for item in queue)
 
     def drain(self, *streams: str) -> None:
-        """Run the given streams to their ends, one after the other; all of them, in the order of first use, if none given."""
+        """Run the given streams to their ends, one after the other; without arguments, all of them."""
         for name in streams or tuple(self._queues):
             queue = self._queue(name)
             while queue:

@@ -1,4 +1,4 @@
-"""Needs torch. Host reads: the host waits for a stream to learn a value. Declared ones are part of the program's design."""
+"""Needs torch. Host reads: the host waits for a stream to learn a value, as its program declares or by accident."""
 
 from __future__ import annotations
 

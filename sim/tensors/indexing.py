@@ -1,4 +1,4 @@
-"""Needs torch. Operations that take indices: boolean masks (their count is a host read), host indices, declared rows."""
+"""Needs torch. Operations with indices: boolean masks (their count is a host read), host indices, declared rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from sim.tensors.tensor import SimTensor
 MASKS = (torch.bool, torch.uint8)
 
 READERS = frozenset(("index", "_unsafe_index", "index_select", "gather", "embedding"))
-WRITERS = frozenset(
-    "index_copy_ index_add_ index_fill_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ index_put_ _index_put_impl_".split()
-)
 ACCUMULATE = frozenset(("index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_"))
+WRITERS = ACCUMULATE | {"index_put_", "_index_put_impl_", "index_copy_", "index_fill_", "scatter_"}
 
 
 def dynamic(func: Any, name: str, operands: Operands) -> Any:
-    """An operation whose result has a shape that depends on data: the host waits for it, then the result is allocated."""
+    """An operation whose result has a shape that depends on data: the host waits for it, then allocates the result."""
     device = operands.tensors[0]._storage.device
     reads = reads_of(operands.tensors)
     values = read_on_host(
@@ -73,12 +71,14 @@ def index_put(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     target, indices, values = args[0], host_indices(name, args[0], args[1]), args[2]
     masks = [i for i in indices if isinstance(i, SimTensor) and i.dtype in MASKS]
     if masks and not (len(indices) == 1 and values.numel() == 1):
-        device = target._storage.device
-        masks_raw = [m._raw for m in masks]
-        count = read_on_host(
-            device, f"shape:{name}", f"{name}.count", reads_of(masks), lambda: [int(m.sum()) for m in masks_raw]
+        data = [m._raw for m in masks]
+        read_on_host(
+            target._storage.device,
+            f"shape:{name}",
+            f"{name}.count",
+            reads_of(masks),
+            lambda: [m.count_nonzero() for m in data],
         )
-        del count
     operands = Operands(func, (target, indices, *args[2:]), kwargs)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     write_rows(func, name, operands, target, blind=not accumulate)

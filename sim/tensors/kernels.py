@@ -30,7 +30,7 @@ def _sim(tensor: Any) -> SimTensor:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor that holds `tensor`'s bytes. For queued work only: before it runs, the bytes are poison or stale."""
+    """The CPU tensor that holds `tensor`'s bytes. For queued work only: until then the bytes are poison or stale."""
     return _sim(tensor)._raw
 
 

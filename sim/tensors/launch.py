@@ -1,4 +1,4 @@
-"""Needs torch. The work of a queued operation: run it below autograd, whatever the thread that runs it is in the middle of."""
+"""Needs torch. The work of a queued operation, run below autograd whatever the running thread is in the middle of."""
 
 from __future__ import annotations
 

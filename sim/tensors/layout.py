@@ -36,6 +36,7 @@ class Layout:
         return f"Layout(shape={self.shape}, strides={self.strides}, dtype={self.dtype})"
 
 
+LIMIT = 1 << 16
 _layouts: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], Layout] = {}
 
 
@@ -43,7 +44,10 @@ def layout(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
     """The one layout of this shape, strides and dtype."""
     key = (shape, strides, dtype)
     found = _layouts.get(key)
-    if found is None:  # two threads may both get here; setdefault keeps one
+    if found is None:
+        if len(_layouts) >= LIMIT:
+            _layouts.clear()  # a layout made twice costs a miss in the shape cache, nothing else
+        # two threads may both get here; setdefault keeps one
         found = _layouts.setdefault(key, Layout(tuple(shape), tuple(strides), dtype))
     return found
 

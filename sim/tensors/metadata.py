@@ -1,4 +1,4 @@
-"""Needs torch. Operations that run at issue: views, and changes of metadata in place (`t_`, `unsqueeze_`, `resize_`)."""
+"""Needs torch. Operations that run at issue: views, and changes of metadata (`t_`, `unsqueeze_`, `resize_`)."""
 
 from __future__ import annotations
 

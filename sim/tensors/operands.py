@@ -1,4 +1,4 @@
-"""Needs torch. Takes the arguments of an operation apart: CPU twins of the tensors, the rank, and a key for shape caches."""
+"""Needs torch. Takes the arguments of an operation apart: CPU twins of the tensors, the rank, a key for caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needs torch. What fresh memory holds until the operation that fills it has run: values that nobody mistakes for data."""
+"""Needs torch. What fresh memory holds until the operation that fills it has run: values nobody mistakes for data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needs torch. The two ordinary kinds of queued operations: those that make tensors and those that change their arguments."""
+"""Needs torch. The two ordinary kinds of queued operations: those that make tensors, and those that work in place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Needs torch. Random operations: numbers come from CPU generators in the order of issue, whatever the order of execution.
+"""Needs torch. Random operations: numbers come from CPU generators in the order of issue, not of execution.
 
 Where the numbers do not depend on the tensor's data they are drawn at issue, and the operation writes them later: the
-values equal the CPU's for the same seed. Where they do (`multinomial`, `bernoulli` of probabilities), the operation gets
-a generator of its own, seeded at issue from the one in use.
+values equal the CPU's for the same seed. Where they do (`multinomial`, `bernoulli` of probabilities), the operation
+gets a generator of its own, seeded at issue from the one in use.
 """
 
 from __future__ import annotations

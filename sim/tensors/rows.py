@@ -1,4 +1,4 @@
-"""Needs torch. Declared rows: which rows of a tensor an indexed operation may touch, as the host knows and the trace cannot.
+"""Needs torch. Declared rows: which rows of a tensor an indexed operation may touch, known to the host alone.
 
 An indexed read or write (`index_copy_`, `index_put_`, `index_select`, `embedding`, …) depends on values that are on the
 device, so it counts as touching the whole tensor. Two ubatches that write different slots of one KV cache would then
@@ -17,7 +17,6 @@ import torch
 
 from dbo.accesses import strided
 from dbo.errors import DeviceTensorError, UsageError, refusal
-from dbo.trace import Access
 from sim.tensors.tensor import SimTensor
 
 Spans = tuple[

@@ -1,4 +1,4 @@
-"""Needs torch. `SimTensor`: a tensor on `sim` that keeps its bytes in a CPU tensor nobody may look at before their time."""
+"""Needs torch. `SimTensor`: a tensor on `sim`, which keeps its bytes in a CPU tensor that queued work fills."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from dbo.errors import DeviceTensorError, HostAccessError, NotAvailable, refusal
 from dbo.trace import Access
+from sim.tensors.hostread import copy_to_host
 from sim.tensors.layout import Layout, layout_of
 from sim.tensors.poison import poison_value
 from sim.tensors.protocol import RecordsStreams, TensorDevice
@@ -95,7 +96,7 @@ class SimTensor(torch.Tensor):
         self._refuse("Tensor.share_memory_()")
 
     def tolist(self) -> Any:
-        return host_copy(self, "tolist").tolist()
+        return copy_to_host(self, "tolist").tolist()
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
@@ -104,7 +105,7 @@ class SimTensor(torch.Tensor):
         where = f"device='{self.device}'"
         if self._storage.device.capturing:  # a debugger must not break a capture
             return f"SimTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {where}, unreadable during a capture)"
-        shown = repr(host_copy(self, "repr"))
+        shown = repr(copy_to_host(self, "repr"))
         return f"{shown[:-1]}, {where})"
 
     # -- what torch.Tensor does through addresses ----------------------------------------------------------------------
@@ -177,10 +178,3 @@ def fresh(lay: Layout, rank: int, name: str) -> SimTensor:
     made._storage = Storage(rank, lay.nbytes, name)
     made._raw, made._layout, made._offset_bytes = data, lay, 0
     return made
-
-
-def host_copy(tensor: torch.Tensor, why: str) -> torch.Tensor:
-    """The values as a CPU tensor, by a host read that is reported as `why`."""
-    from sim.tensors.hostread import copy_to_host
-
-    return copy_to_host(tensor, why)

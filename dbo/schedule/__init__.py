@@ -1,0 +1,38 @@
+"""Schedules as data: which point of a layer yields where, parsed, printed, played and refused.
+
+model      the values             ring       the order that all ubatches give together
+text       the file form          validate   what must hold before anything runs
+order      the Order line         drawing    the Comp and Comm rows
+presets    schedules by name
+"""
+
+from dbo.schedule.drawing import drawing
+from dbo.schedule.model import BACKENDS, HOOK_BACKENDS, POINTS, Hook, Item, Point, Program, Schedule, Yield
+from dbo.schedule.order import order_line
+from dbo.schedule.presets import default_schedule, load_schedule, presets
+from dbo.schedule.ring import Step, ring_order, steady_window
+from dbo.schedule.text import parse_schedule, to_text
+from dbo.schedule.validate import validate
+
+__all__ = [
+    "BACKENDS",
+    "HOOK_BACKENDS",
+    "POINTS",
+    "Hook",
+    "Item",
+    "Point",
+    "Program",
+    "Schedule",
+    "Step",
+    "Yield",
+    "default_schedule",
+    "drawing",
+    "load_schedule",
+    "order_line",
+    "parse_schedule",
+    "presets",
+    "ring_order",
+    "steady_window",
+    "to_text",
+    "validate",
+]

@@ -1,0 +1,92 @@
+"""Faults of agreement between ranks: decisions, coordination, padding, configuration, order of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dbo.coordinate import Decision, decide
+from dbo.program import Program
+from dbo.slicing import default_split_points
+from sim.faults.fault import Fault, Site
+
+
+def local_decision(program: Program, site: Site) -> Program:
+    """One rank asks itself again after the group has agreed to split, and runs the step whole."""
+
+    def own(table: np.ndarray, common: Any) -> Decision:
+        decision = decide(table, common)
+        if not decision.split:
+            return decision
+        return replace(decision, split=False, num_ubatches=1, split_points=(), reason="not split: my own choice")
+
+    return replace(program, decide=own)
+
+
+def skip_coordination(program: Program, site: Site) -> Program:
+    return replace(program, skips_step=lambda step: step == site.at)
+
+
+def wrong_padding(program: Program, site: Site) -> Program:
+    """One rank runs more padding than agreed."""
+
+    def padded(table: np.ndarray, common: Any) -> Decision:
+        decision = decide(table, common)
+        rows = list(decision.num_tokens_padded)
+        if decision.split:
+            rows[site.rank] += 2
+        return replace(decision, num_tokens_padded=tuple(rows))
+
+    return replace(program, decide=padded)
+
+
+def empty_ubatch(program: Program, site: Site) -> Program:
+    """All ranks split although the last ubatch of one has no real token."""
+
+    def forced(table: np.ndarray, common: Any) -> Decision:
+        decision = decide(table, common)
+        if decision.split or decision.all_idle or common.num_ubatches < 2:
+            return decision
+        tokens = max(decision.num_tokens_padded)
+        points = default_split_points(tokens, common.num_ubatches)
+        if not points or points[0] < 1:
+            return decision
+        return replace(
+            decision, split=True, num_ubatches=common.num_ubatches, split_points=points, reason="",
+            num_tokens_padded=(tokens,) * len(decision.num_tokens_padded),
+        )  # fmt: skip
+
+    return replace(program, decide=forced)
+
+
+def differing_config(program: Program, site: Site) -> Program:
+    def changed(config: dict[str, Any]) -> dict[str, Any]:
+        return config | {"dbo_decode_token_threshold": config["dbo_decode_token_threshold"] + 1}
+
+    return replace(program, effective_config=changed)
+
+
+FAULTS = (
+    Fault(
+        name="local-decision", sentence="one rank acts against the shared decision", id="dp-disagreement",
+        plant=local_decision, keys=("rank",),
+    ),
+    Fault(
+        name="skip-coordination", sentence="one rank leaves a step's coordination out", id="collective-mismatch",
+        plant=skip_coordination, keys=("rank", "at"), split=False, defaults={"at": 1},
+    ),
+    Fault(
+        name="wrong-padding", sentence="one rank pads to another count than agreed", id="dp-disagreement",
+        plant=wrong_padding, keys=("rank",),
+    ),
+    Fault(
+        name="empty-ubatch", sentence="steps are split although a rank's last ubatch is empty", id="empty-ubatch",
+        plant=empty_ubatch, everywhere=True, keys=(),
+    ),
+    Fault(
+        name="differing-config", sentence="one rank runs with another threshold", id="config",
+        plant=differing_config, keys=("rank",), split=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""Faults of data: metadata, padding rows, buffers, exchanges in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from dbo.errors import UsageError, refusal
+from dbo.moe.modular_kernel import FusedMoEModularKernel
+from dbo.program import Program
+from dbo.slicing import slice_plan
+from sim.faults.fault import Fault, Site
+
+
+def whole_metadata(program: Program, site: Site) -> Program:
+    """One field of a slice is taken from the parent, cut by request but not adjusted."""
+    if site.field not in ("seq_lens", "num_computed_tokens"):
+        rule = "--inject whole-metadata leaves a field whole that slicing adjusts"
+        raise UsageError(refusal(rule, "use seq_lens or num_computed_tokens", field=site.field))
+
+    def careless(plan: Any, piece: Any, *args: Any, **kwargs: Any) -> Any:
+        part = slice_plan(plan, piece, *args, **kwargs)
+        return dataclasses.replace(part, **{site.field: getattr(plan, site.field)[piece.request_slice].copy()})
+
+    return replace(program, slice_plan=careless)
+
+
+def padding_leak(program: Program, site: Site) -> Program:
+    """Padding rows keep a real expert id, so they are dispatched."""
+
+    class Leaking(FusedMoEModularKernel):
+        def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
+            if hasattr(topk_ids, "notes"):
+                topk_ids.notes["rows"] = hidden.shape[0]
+            else:
+                topk_ids = topk_ids.clamp(min=0)
+            return super().forward(hidden, topk_weights, topk_ids, layer=layer)
+
+    return replace(program, kernel=Leaking)
+
+
+def shared_buffer(program: Program, site: Site) -> Program:
+    """Every low-latency call lands in receive buffer 0."""
+
+    def wrap(backend: Any) -> Any:
+        backend.buffer.buffer_of = lambda call: 0
+        return backend
+
+    return replace(program, prepare_finalize=wrap)
+
+
+class _Swapped:
+    """A group on which two neighbouring exchanges of one rank change places."""
+
+    def __init__(self, inner: Any, at: int) -> None:
+        self._inner = inner
+        self._at = at
+        self._seen = 0
+        self._kept: tuple[Any, ...] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_to_all_single(self, *args: Any) -> None:
+        seen, self._seen = self._seen, self._seen + 1
+        if seen == self._at:
+            self._kept = args
+            return
+        self._inner.all_to_all_single(*args)
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._inner.all_to_all_single(*kept)
+
+
+def swap_collectives(program: Program, site: Site) -> Program:
+    def wrap(backend: Any) -> Any:
+        backend.group = _Swapped(backend.group, site.at)
+        return backend
+
+    return replace(program, prepare_finalize=wrap)
+
+
+FAULTS = (
+    Fault(
+        name="whole-metadata", sentence="one metadata field of the slices is left whole", id="metadata-slice",
+        plant=whole_metadata, keys=("rank", "field"),
+    ),
+    Fault(
+        name="padding-leak", sentence="padding rows are dispatched", id="padding-leak", plant=padding_leak,
+        backends=("deepep_low_latency",), keys=("rank",), defaults={"rank": 0}, split=False,
+    ),
+    Fault(
+        name="shared-buffer", sentence="calls of both ubatches land in one receive buffer", id="buffer-reuse",
+        plant=shared_buffer, backends=("deepep_low_latency",), everywhere=True, keys=(),
+    ),
+    Fault(
+        name="swap-collectives", sentence="two exchanges change places on one rank", id="collective-mismatch",
+        plant=swap_collectives, backends=("nccl",), keys=("rank", "at"), split=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""What a fault is: a transformation of one rank's program. The detectors see the trace only, never the fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dbo.errors import UsageError, refusal
+from dbo.program import Program
+
+if TYPE_CHECKING:
+    from dbo.config import DBOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a fault is planted.
+
+    Attributes:
+        rank, ubatch: whose program. at: which occurrence (a yield, a hook, a step), from 0.
+        field: the metadata field that `whole-metadata` leaves whole.
+    """
+
+    rank: int = 1
+    ubatch: int = 0
+    at: int = 0
+    field: str = "seq_lens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: what `--inject` takes, optionally followed by `:rank=R,ubatch=U,at=K`.
+        sentence: what it does.
+        id: the fault class that a detector must report.
+        plant: (program, site) -> the program with the fault.
+        backends: where it applies; empty: everywhere.
+        everywhere: it is planted on every rank, not on `site.rank` only.
+        split: it needs a step that is split (so DBO on).
+        defaults: of the site, where they differ.
+        keys: the parts of the site that it uses.
+    """
+
+    name: str
+    sentence: str
+    id: str
+    plant: Callable[[Program, Site], Program]
+    backends: tuple[str, ...] = ()
+    everywhere: bool = False
+    split: bool = True
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    keys: tuple[str, ...] = ("rank", "ubatch", "at")
+
+    def programs(self, config: DBOConfig, where: str = "") -> Callable[[int], Program]:
+        """Every rank's program with the fault planted at `where` ("rank=1,ubatch=0,at=2").
+
+        Raises:
+            UsageError: the fault does not apply to this configuration; the message says what would make it apply.
+        """
+        site = self.site(where)
+        self._require(config, site)
+        clean, planted = Program(), self.plant(Program(), site)
+        return lambda rank: planted if self.everywhere or rank == site.rank else clean
+
+    def site(self, where: str) -> Site:
+        """Parse "rank=1,ubatch=0"."""
+        values: dict[str, object] = dict(self.defaults)
+        for part in filter(None, where.split(",")):
+            key, equals, text = part.partition("=")
+            if key not in self.keys or not equals or (key != "field" and not text.isdigit()):
+                rule = f"--inject {self.name} takes {', '.join(f'{k}=…' for k in self.keys)}"
+                raise UsageError(refusal(rule, "write it so", part=part))
+            values[key] = text if key == "field" else int(text)
+        return Site(**values)  # type: ignore[arg-type]
+
+    def _require(self, config: DBOConfig, site: Site) -> None:
+        if self.backends and config.all2all_backend not in self.backends:
+            raise UsageError(
+                refusal(
+                    f"--inject {self.name} breaks something that only {' and '.join(self.backends)} has",
+                    f"pass --all2all-backend {self.backends[0]}",
+                    all2all_backend=config.all2all_backend,
+                )
+            )
+        if self.split and not config.enable_dbo:
+            rule = f"--inject {self.name} needs a step that is split"
+            raise UsageError(refusal(rule, "pass --enable-dbo", enable_dbo=config.enable_dbo))
+        limits = {"rank": config.num_ranks, "ubatch": config.num_ubatches}
+        for key, limit in limits.items():
+            if key in self.keys and getattr(site, key) >= limit:
+                rule = f"--inject {self.name} names a {key} that exists"
+                raise UsageError(refusal(rule, f"use one below {limit}", **{key: getattr(site, key)}))

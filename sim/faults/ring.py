@@ -1,0 +1,127 @@
+"""Faults of the ring: raises, yields, receive hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dbo.errors import DBOError
+from dbo.program import Program
+from dbo.ubatch import UBatchContext
+from sim.faults.fault import Fault, Site
+
+
+class Broken(DBOError):
+    """What a planted raise raises."""
+
+
+class _Once:
+    """True at the `at`-th question of a run, and never again."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def __call__(self) -> bool:
+        self._left -= 1
+        return self._left == -1
+
+
+def raise_at(program: Program, site: Site) -> Program:
+    now = _Once(site.at)
+
+    class Raising(UBatchContext):
+        def yield_(self) -> None:
+            if self.index == site.ubatch and now():
+                raise Broken(f"planted at yield {site.at}")
+            super().yield_()
+
+    return replace(program, context=Raising)
+
+
+def drop_yield(program: Program, site: Site) -> Program:
+    now = _Once(site.at)
+
+    class Dropping(UBatchContext):
+        def yield_(self) -> None:
+            if not (self.index == site.ubatch and now()):
+                super().yield_()
+
+    return replace(program, context=Dropping)
+
+
+def add_yield(program: Program, site: Site) -> Program:
+    now = _Once(site.at)
+
+    class Adding(UBatchContext):
+        def yield_(self) -> None:
+            if self.index == site.ubatch and now():
+                super().yield_()
+            super().yield_()
+
+    return replace(program, context=Adding)
+
+
+def drop_hook(program: Program, site: Site) -> Program:
+    now = _Once(site.at)
+
+    class Dropping(UBatchContext):
+        def run_recv_hook(self) -> None:
+            if self.recv_hook is not None and self.index == site.ubatch and now():
+                self.recv_hook = None
+            super().run_recv_hook()
+
+    return replace(program, context=Dropping)
+
+
+def double_hook(program: Program, site: Site) -> Program:
+    now = _Once(site.at)
+
+    class Doubling(UBatchContext):
+        def run_recv_hook(self) -> None:
+            entry = self.recv_hook
+            super().run_recv_hook()
+            if entry is not None and self.index == site.ubatch and now():
+                self._run(entry)
+
+    return replace(program, context=Doubling)
+
+
+def late_hook(program: Program, site: Site) -> Program:
+    """The holder keeps the hook over its next hand-over: the owner computes with what has not arrived."""
+    now = _Once(site.at)
+
+    class Late(UBatchContext):
+        _kept: tuple[int, int, Callable[[], None], Any] | None = None
+
+        def run_recv_hook(self) -> None:
+            if self.recv_hook is not None and self.index == site.ubatch and now():
+                self._kept, self.recv_hook = self.recv_hook, None
+            super().run_recv_hook()
+
+        def yield_(self) -> None:
+            super().yield_()
+            if self._kept is not None:
+                kept, self._kept = self._kept, None
+                self._run(kept)
+
+    return replace(program, context=Late)
+
+
+FAULTS = (
+    Fault(name="raise", sentence="a ubatch raises at a yield", id="swallowed-error", plant=raise_at),
+    Fault(name="drop-yield", sentence="a ubatch leaves one yield out", id="unequal-yields", plant=drop_yield),
+    Fault(name="add-yield", sentence="a ubatch yields once more than declared", id="unequal-yields", plant=add_yield),
+    Fault(
+        name="drop-hook", sentence="a peer's receive hook is thrown away", id="hook-lost", plant=drop_hook,
+        backends=("deepep_low_latency",),
+    ),
+    Fault(
+        name="double-hook", sentence="a receive hook runs twice", id="hook-twice", plant=double_hook,
+        backends=("deepep_low_latency",),
+    ),
+    Fault(
+        name="late-hook", sentence="a receive hook runs after its owner has read the data", id="hook-late",
+        plant=late_hook, backends=("deepep_low_latency",),
+    ),
+)  # fmt: skip
