@@ -1,0 +1,40 @@
+"""What a run is told, what is refused before it starts, and how ranks find out that they were told different things.
+
+facts      backends, choices, shapes of models and devices
+options    `DBOConfig`, values and derived defaults
+capacity   sizes that follow: graph ladder, low-latency buffer, batches to profile
+rules      every refusal and every warning
+support    what is built so far, per world
+flags      the command line's options, one entry each, and those refused by name
+agreement  effective configuration, comparison over ranks
+"""
+
+from dbo.config.agreement import RANK_LOCAL_FIELDS, compare_configs, effective
+from dbo.config.capacity import capture_ladder, low_latency_size_hint_bytes, profile_shapes, require_profiled
+from dbo.config.facts import BACKENDS, DeviceLimits, ModelShape, Workload
+from dbo.config.flags import FLAGS, NOT_NOW, Flag, NotNow
+from dbo.config.options import DBOConfig
+from dbo.config.rules import validate
+from dbo.config.support import IMPLEMENTED, require_implemented
+
+__all__ = [
+    "BACKENDS",
+    "FLAGS",
+    "IMPLEMENTED",
+    "NOT_NOW",
+    "RANK_LOCAL_FIELDS",
+    "DBOConfig",
+    "DeviceLimits",
+    "Flag",
+    "ModelShape",
+    "NotNow",
+    "Workload",
+    "capture_ladder",
+    "compare_configs",
+    "effective",
+    "low_latency_size_hint_bytes",
+    "profile_shapes",
+    "require_implemented",
+    "require_profiled",
+    "validate",
+]

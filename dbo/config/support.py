@@ -1,0 +1,49 @@
+"""What is built so far. An option outside this table is refused by name: nothing is accepted and then ignored.
+
+Widening it is one line, in the change that builds the thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dbo.errors import NotAvailable, refusal
+
+if TYPE_CHECKING:
+    from dbo.config.options import DBOConfig
+
+IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
+    "sim": {
+        "all2all_backend": frozenset({"deepep_low_latency", "nccl"}),
+        "cudagraph_mode": frozenset({"NONE"}),
+        "decode_context_parallel_size": frozenset({1}),
+        "shared_experts": frozenset({"overlap"}),
+    },
+    "gpu": {
+        "all2all_backend": frozenset(),
+        "cudagraph_mode": frozenset({"NONE"}),
+        "decode_context_parallel_size": frozenset({1}),
+        "shared_experts": frozenset({"overlap"}),
+    },
+}
+"""World -> option -> the values that work there. An option that is not listed works with every value."""
+
+
+def require_implemented(config: DBOConfig) -> None:
+    """Refuse what this build cannot run.
+
+    Raises:
+        NotAvailable: the first option whose value is not in `IMPLEMENTED`, and what is.
+    """
+    for name, built in IMPLEMENTED[config.world].items():
+        value = getattr(config, name)
+        if value not in built:
+            choices = ", ".join(sorted(map(str, built)))
+            raise NotAvailable(
+                refusal(
+                    f"world {config.world} runs only what is built for it",
+                    f"use one of: {choices}" if choices else "use another world",
+                    **{name: value},
+                )
+            )
