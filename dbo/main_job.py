@@ -7,6 +7,7 @@ The defaults make a run in which some steps split and some do not, in a few seco
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -142,13 +143,21 @@ def _flags(request: CheckRequest) -> dict[str, Any]:
 
 def _generated_folder(seed: int, progress: Progress) -> Path:
     """The generated model folder of this seed, made on first use."""
+    folder = Path(tempfile.gettempdir()) / f"dbo-model-{seed}-v1"
+    if folder.is_dir():
+        return folder
     from dbo.model.generator import generate_model_folder
 
-    folder = Path(tempfile.gettempdir()) / f"dbo-model-{seed}"
-    if not (folder / "complete").exists():
-        progress.stage("generating the model folder")
-        generate_model_folder(folder, seed=seed)
-        (folder / "complete").touch()
+    progress.stage("generating the model folder")
+    # Made aside and renamed, so that two processes at once, or one that is interrupted, leave a whole folder.
+    aside = Path(tempfile.mkdtemp(prefix="dbo-model-"))
+    generate_model_folder(aside, seed=seed)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(aside)
     return folder
 
 

@@ -187,6 +187,7 @@ def _torch_model(
 ) -> tuple[Any, list[Any], Callable[[Any], Any]]:
     from dbo.attention_metadata import from_plan
     from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
+    from dbo.model.layout import EMBEDDING
 
     tensors = world.tensors
     model = DeepseekV2ForCausalLM(
@@ -201,7 +202,7 @@ def _torch_model(
     )
     width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
     shape = (config.num_kv_blocks, config.block_size, width)
-    dtype = next(iter(weights.values())).dtype
+    dtype = weights[EMBEDDING].dtype
     caches = [tensors.zeros(shape, dtype) for _ in range(model_config.num_hidden_layers)]
 
     def to_device(array: np.ndarray) -> Any:

@@ -1,0 +1,165 @@
+"""DeepSeek-V2: the program of a step, from token ids to the normed hidden state. Needs torch.
+
+The program names its points (`A0`, `A1`; the modular kernel names the rest) and leaves the order in which they run, and
+on which stream, to the player of the forward context. It never reads the device from the host: shapes depend on host
+integers only, so it also runs on a device that has computed nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from dbo.errors import ConfigError, refusal
+from dbo.forward_context import ForwardContext, get_forward_context
+from dbo.model.attention import MLAttention
+from dbo.model.config import ModelConfig
+from dbo.model.layers import MLP, Weights, rms_norm
+from dbo.model.layout import EMBEDDING, FINAL_NORM, INV_FREQ, LM_HEAD, layer_prefix, local_experts
+from dbo.model.paging import PagedBatch, plan_paged_batch
+from dbo.model.rope import Rotation, rotation, rotation_scale
+from dbo.model.router import Router
+from dbo.moe.experts import make_experts
+from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular
+
+
+class MoEKernel(Protocol):
+    """What an MoE layer calls once it has routed: the modular kernel."""
+
+    def forward(
+        self, hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, layer: int
+    ) -> torch.Tensor:
+        """`[T, H]` with weights and ids `[T, K]` to the sum of routed and shared experts `[T, H]`."""
+
+
+class MakeKernel(Protocol):
+    def __call__(
+        self,
+        *,
+        layer: int,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular,
+        experts: Experts,
+        shared_experts: Callable[[torch.Tensor], torch.Tensor],
+    ) -> MoEKernel: ...
+
+
+class MakePrepareFinalize(Protocol):
+    def __call__(self, *, layer: int) -> FusedMoEPrepareAndFinalizeModular: ...
+
+
+class DecoderLayer:
+    """Attention, then a dense MLP or routed and shared experts, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        index: int,
+        make_prepare_finalize: MakePrepareFinalize,
+        make_kernel: MakeKernel,
+    ) -> None:
+        prefix = layer_prefix(index)
+        self.index, self.eps = index, config.rms_norm_eps
+        self.input_norm = weights[f"{prefix}.input_layernorm.weight"]
+        self.post_attention_norm = weights[f"{prefix}.post_attention_layernorm.weight"]
+        self.attention = MLAttention(config, weights, f"{prefix}.self_attn")
+        self.mlp: MLP | None = None
+        if not config.is_moe_layer(index):
+            self.mlp = MLP(weights, f"{prefix}.mlp")
+            return
+        self.router = Router(config, weights[f"{prefix}.mlp.gate.weight"])
+        prepare_finalize = make_prepare_finalize(layer=index)
+        self.kernel = make_kernel(
+            layer=index,
+            prepare_finalize=prepare_finalize,
+            experts=make_experts(
+                prepare_finalize.layout,
+                weights[f"{prefix}.mlp.experts.gate_up_proj"],
+                weights[f"{prefix}.mlp.experts.down_proj"],
+            ),
+            shared_experts=MLP(weights, f"{prefix}.mlp.shared_experts"),
+        )
+
+    def __call__(
+        self, residual: torch.Tensor, by: Rotation, batch: PagedBatch, context: ForwardContext
+    ) -> torch.Tensor:
+        context.player.reach("A0", layer=self.index)
+        projected = self.attention.project(rms_norm(residual, self.input_norm, self.eps), by)
+        context.player.reach("A1", layer=self.index)
+        residual = residual + self.attention.attend(projected, context.kv_caches[self.index], batch)
+        hidden = rms_norm(residual, self.post_attention_norm, self.eps)
+        if self.mlp is not None:
+            return residual + self.mlp(hidden)
+        topk_weights, topk_ids = self.router(hidden, batch.padding_rows)
+        return residual + self.kernel.forward(hidden, topk_weights, topk_ids, layer=self.index)
+
+
+class DeepseekV2ForCausalLM:
+    """The model on one rank.
+
+    Args:
+        weights: what `load_weights` returned for the same rank, moved to the device.
+        make_prepare_finalize: the all-to-all backend of an MoE layer; its `layout` chooses the experts' form.
+        make_kernel: builds an MoE layer's kernel from that backend, this rank's experts and the shared experts.
+        ep_rank, ep_size: the rank that `weights` were loaded for; `local_experts` follows from them.
+
+    Raises:
+        ConfigError: `weights` hold another number of routed experts than `ep_size` says.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        make_prepare_finalize: MakePrepareFinalize,
+        make_kernel: MakeKernel,
+        ep_rank: int = 0,
+        ep_size: int = 1,
+    ) -> None:
+        self.config = config
+        self.local_experts = local_experts(config, ep_rank=ep_rank, ep_size=ep_size)
+        _check_experts(weights, len(self.local_experts), ep_size)
+        self.embedding, self.norm, self.inv_freq = weights[EMBEDDING], weights[FINAL_NORM], weights[INV_FREQ]
+        self.lm_head = self.embedding if config.tie_word_embeddings else weights[LM_HEAD]
+        self.rotation_scale = rotation_scale(config)
+        self.layers = [
+            DecoderLayer(config, weights, index, make_prepare_finalize, make_kernel)
+            for index in range(config.num_hidden_layers)
+        ]
+
+    def __call__(self, *, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One pass over the rows of the current forward context.
+
+        Args:
+            input_ids, positions: `[T]` int64; at padding rows they may hold anything.
+
+        Returns:
+            The normed hidden state `[T, H]`; padding rows are undefined.
+        """
+        context = get_forward_context()
+        batch = plan_paged_batch(context.attn_metadata, positions, block_size=context.kv_caches[0].shape[1])
+        by = rotation(positions, self.inv_freq, self.rotation_scale)
+        hidden = self.embed(input_ids.masked_fill(batch.padding_rows[:, 0], 0))
+        for layer in self.layers:
+            hidden = layer(hidden, by, batch, context)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`[T]` token ids to `[T, H]`."""
+        return self.embedding.index_select(0, input_ids)
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, vocab]` fp32 of `hidden_rows` `[N, H]`, rows of the normed hidden state."""
+        return (hidden_rows @ self.lm_head.t()).float()
+
+
+def _check_experts(weights: Weights, expected: int, ep_size: int) -> None:
+    for name, weight in weights.items():
+        if name.endswith(".mlp.experts.down_proj") and weight.shape[0] != expected:
+            raise ConfigError(
+                refusal("weights are loaded for the rank of the model", "pass the same ep_rank and ep_size to both",
+                        tensor=name, experts=weight.shape[0], ep_size=ep_size)
+            )  # fmt: skip
