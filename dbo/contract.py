@@ -141,6 +141,9 @@ class Tensors(Protocol):
     def take(self, array: Any, index: np.ndarray) -> Any:
         """Rows of `array` by `index`."""
 
+    def record_stream(self, array: Any, stream: Stream) -> None:
+        """`stream` uses `array`, too: its bytes are not handed out again before what is queued there by its end has run."""
+
 
 class TaskState(Protocol):
     """What a host task inherits from the one that started its work: context variables, grad and inference mode, …"""

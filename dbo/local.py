@@ -71,6 +71,9 @@ class LocalTensors:
     def take(self, array: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         return array[torch.from_numpy(index)]
 
+    def record_stream(self, array: torch.Tensor, stream: LocalStream) -> None:
+        return None
+
 
 class LocalRecorder:
     """Records nothing."""

@@ -61,13 +61,13 @@ DEFAULTS: dict[str, Any] = {
 
 PROMPTS = (
     "Two batches, one baton.",
-    "While one rank waits for its tokens, the other computes; then they change places.",
+    "While one waits, the other computes.",
     "hi",
-    "An event recorded after the yield covers the peer's work too, and nothing is hidden.",
     "All ranks must agree to split.",
-    "A request that straddles the split point appears in both halves.",
-    "Padding rows never matter.",
-    "Dispatch, experts, combine, shared.",
+    "Order matters.",
+    "A prompt that straddles the split.",
+    "Padding?",
+    "Dispatch, experts, combine.",
 )
 
 # The simulator carries the model's dtype through the low-latency exchange, so that fp32 logits can be compared tightly.

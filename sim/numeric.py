@@ -27,6 +27,7 @@ class NumericDevice:
         self.rank = world.rank
         self._home: dict[int, SimStream] = {}
         self._used: dict[int, set[str]] = {}
+        self._recorded: dict[int, list[SimStream]] = {}
         tensors.register_device(world.rank, self)
 
     def submit(
@@ -56,19 +57,28 @@ class NumericDevice:
         for access in accesses:
             self._used.setdefault(access.buffer, set()).add(stream)
 
+    def record_stream(self, buffer: int, stream: SimStream) -> None:
+        """As torch's: after the free, the bytes stay reserved until what `stream` holds by then has run."""
+        self._recorded.setdefault(buffer, []).append(stream)
+
     def free_buffer(self, buffer: int) -> None:
-        """The bytes may be handed out again to work on the home stream, issued from now on.
+        """The bytes may be handed out again to work on the home stream, at the earliest legal moment.
 
         That is a hazard only for buffers that another stream has used too; those get a record that counts as a write.
         """
         home = self._home.pop(buffer, None)
+        recorded = self._recorded.pop(buffer, [])
         used = self._used.pop(buffer, set())
         if home is None or used <= {home.name} or self.world.cluster.scheduler.current is None:
             return
         if self.world.cluster.scheduler.current.rank != self.rank or self.world.engine.closed:
             return
         nbytes = self.world.engine.trace.buffers[buffer].nbytes
-        home.launch("free", "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
+        after = {id(s.tail): s.tail for s in recorded if s is not home and s.tail is not None}
+        home.launch(
+            "free", "free", writes=(Access.interval(buffer, 0, nbytes),), after=tuple(after.values()),
+            attrs={"buffer": buffer},
+        )  # fmt: skip
 
 
 class NumericTensors:
@@ -101,6 +111,9 @@ class NumericTensors:
 
     def take(self, array: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         return array.index_select(0, self.from_numpy(index, "rows"))
+
+    def record_stream(self, array: torch.Tensor, stream: SimStream) -> None:
+        self.world.device.record_stream(tensors.accesses(array).buffer, stream)
 
     # -- for collectives ------------------------------------------------------------------------------------------
 

@@ -110,6 +110,9 @@ class SymbolTensors:
     def take(self, array: Symbol, index: np.ndarray) -> Symbol:
         return launch(self.world, "take", [array], (len(index), *array.shape[1:]), itemsize=array.itemsize)
 
+    def record_stream(self, array: Symbol, stream: Any) -> None:
+        """Symbols are never freed."""
+
     # -- for collectives ------------------------------------------------------------------------------------------
 
     def access(self, array: Symbol) -> Access:

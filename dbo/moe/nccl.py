@@ -7,8 +7,6 @@ graphs. With top-k near or above the number of ranks nearly every row is needed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dbo.contract import World
@@ -38,8 +36,8 @@ class RowOps(Protocol):
 class NcclPrepareAndFinalize:
     """Dispatch and combine of one rank, for all layers and ubatches.
 
-    Lifetimes across streams: what the comm stream reads is kept by the receiver until the compute stream has waited for it,
-    and what the compute stream will read is allocated there, so that freeing it is ordered with its readers.
+    The exchange may run on another stream than the work around it. What crosses over is told to the allocator by
+    `record_stream`, so that its bytes are not handed out again while the other stream still uses them.
     """
 
     layout = "flat"
@@ -53,15 +51,17 @@ class NcclPrepareAndFinalize:
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(a1.shape[0])
+        self._used_here(a1, topk_weights, topk_ids)
         rows, routing = self.ops.pack(a1, topk_weights, topk_ids, ranks, self.local_experts)
-        with self._on_compute():
-            got_rows = self.ops.empty_rows(rows, sum(theirs))
-            got_routing = self.ops.empty_rows(routing, sum(theirs))
+        got_rows = self.ops.empty_rows(rows, sum(theirs))
+        got_routing = self.ops.empty_rows(routing, sum(theirs))
         self.group.all_to_all_single(got_rows, rows, theirs, mine)
         self.group.all_to_all_single(got_routing, routing, theirs, mine)
 
         def receive() -> ExpertInputs:
+            self._used_here(got_rows, got_routing)
             ids, weights = self.ops.unpack(got_routing)
+            self._used_by_compute(got_rows, ids, weights)
             return ExpertInputs(layout="flat", x=got_rows, topk_ids=ids, topk_weights=weights)
 
         return receive
@@ -69,24 +69,27 @@ class NcclPrepareAndFinalize:
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(topk_ids.shape[0])
-        with self._on_compute():
-            got = self.ops.empty_rows(expert_out, sum(mine))
+        self._used_here(expert_out)
+        got = self.ops.empty_rows(expert_out, sum(mine))
         self.group.all_to_all_single(got, expert_out, mine, theirs)
 
-        def receive(sent: Any = expert_out) -> Any:
-            return self.ops.reduce(got, ranks)
+        def receive() -> Any:
+            self._used_here(got)
+            combined = self.ops.reduce(got, ranks)
+            self._used_by_compute(combined)
+            return combined
 
         return receive
 
-    @contextmanager
-    def _on_compute(self) -> Iterator[None]:
-        """Allocate for the compute stream."""
-        stream = self.world.current_stream()
-        self.world.set_stream(self.world.compute)
-        try:
-            yield
-        finally:
-            self.world.set_stream(stream)
+    def _used_here(self, *arrays: Any) -> None:
+        """The current stream uses arrays that may belong to the other one."""
+        for array in arrays:
+            self.world.tensors.record_stream(array, self.world.current_stream())
+
+    def _used_by_compute(self, *arrays: Any) -> None:
+        """What a receiver returns is used on the compute stream, wherever it was made."""
+        for array in arrays:
+            self.world.tensors.record_stream(array, self.world.compute)
 
     def _splits(self, tokens: int) -> tuple[list[int], list[int]]:
         """Rows to and from each peer in dispatch. All counts come from the shared decision."""

@@ -31,7 +31,7 @@ class Operands:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[SimTensor] = []
         self.rank: int | None = None
-        key: list[Any] = [func]
+        key: list[Any] = [func, torch.get_default_dtype()]
         self.args = [self._take(func, a, key) for a in args]
         self.kwargs = {}
         for name, value in kwargs.items():
