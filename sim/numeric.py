@@ -27,7 +27,7 @@ class NumericDevice:
         self.rank = world.rank
         self._home: dict[int, SimStream] = {}
         self._used: dict[int, set[str]] = {}
-        self._recorded: dict[int, list[SimStream]] = {}
+        self._recorded: dict[int, set[str]] = {}
         tensors.register_device(world.rank, self)
 
     def submit(
@@ -59,26 +59,22 @@ class NumericDevice:
 
     def record_stream(self, buffer: int, stream: SimStream) -> None:
         """As torch's: after the free, the bytes stay reserved until what `stream` holds by then has run."""
-        self._recorded.setdefault(buffer, []).append(stream)
+        self._recorded.setdefault(buffer, set()).add(stream.name)
 
     def free_buffer(self, buffer: int) -> None:
-        """The bytes may be handed out again to work on the home stream, at the earliest legal moment.
+        """The bytes may be handed out again to work on the home stream, issued from now on.
 
-        That is a hazard only for buffers that another stream has used too; those get a record that counts as a write.
+        That is a hazard only for buffers that another stream has used without `record_stream`; those get a record that
+        counts as a write.
         """
         home = self._home.pop(buffer, None)
-        recorded = self._recorded.pop(buffer, [])
-        used = self._used.pop(buffer, set())
+        used = self._used.pop(buffer, set()) - self._recorded.pop(buffer, set())
         if home is None or used <= {home.name} or self.world.cluster.scheduler.current is None:
             return
         if self.world.cluster.scheduler.current.rank != self.rank or self.world.engine.closed:
             return
         nbytes = self.world.engine.trace.buffers[buffer].nbytes
-        after = {id(s.tail): s.tail for s in recorded if s is not home and s.tail is not None}
-        home.launch(
-            "free", "free", writes=(Access.interval(buffer, 0, nbytes),), after=tuple(after.values()),
-            attrs={"buffer": buffer},
-        )  # fmt: skip
+        home.launch("free", "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
 
 
 class NumericTensors:

@@ -192,8 +192,16 @@ def _nothing() -> None:
     return None
 
 
+def _context_for(scheduler: Scheduler) -> contextvars.Context:
+    """A first task sees its launcher's context variables; one that a task makes starts with none, as a new thread does.
+
+    Otherwise a task that a ubatch makes would take itself for that ubatch.
+    """
+    return contextvars.copy_context() if scheduler.current is None else contextvars.Context()
+
+
 class _Greenlets:
-    """Tasks on greenlets, each in its own copy of the context (a new greenlet would start with an empty one)."""
+    """Tasks on greenlets, each in a context of its own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         from greenlet import getcurrent, greenlet
@@ -204,7 +212,7 @@ class _Greenlets:
 
     def prepare(self, task: Task) -> None:
         g = self._greenlet(lambda: self.scheduler.body(task), parent=self._hub)
-        g.gr_context = contextvars.copy_context()
+        g.gr_context = _context_for(self.scheduler)
         task.vehicle = g
 
     def enter(self, task: Task) -> None:
@@ -232,7 +240,7 @@ class _Threads:
     def prepare(self, task: Task) -> None:
         lock = _thread.allocate_lock()
         lock.acquire()
-        context = contextvars.copy_context()
+        context = _context_for(self.scheduler)
         thread = threading.Thread(
             target=self._main, args=(task, lock, context), name=f"r{task.rank}.{task.line}", daemon=True
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dbo.coordinate import Decision, decide
+from dbo.coordinate import ROW_REAL, Decision, decide
 from dbo.program import Program
 from dbo.slicing import default_split_points
+from sim.faults.clean_run import CleanRun, every_rank, every_split_rank
 from sim.faults.fault import Fault, Site
 
 
@@ -68,25 +70,46 @@ def differing_config(program: Program, site: Site) -> Program:
     return replace(program, effective_config=changed)
 
 
+def every_step(run: CleanRun) -> Iterator[Site]:
+    """Any step of any rank."""
+    yield from (Site(rank=rank, at=step) for rank in run.ranks for step in range(run.steps))
+
+
+def steps_that_would_be_empty(run: CleanRun) -> Iterator[Site]:
+    """Once, if some step is whole although it has a token a ubatch, and a rank has too few for the last ubatch."""
+    num_ubatches = int(run.trace.meta["ubatches"])
+    for _, record in run.decisions:
+        decision, table = record.attrs["decision"], record.attrs["table"]
+        points = default_split_points(max(decision["num_tokens_padded"]), num_ubatches)
+        whole = not decision["split"] and not decision["all_idle"]
+        if whole and points and points[0] >= 1 and points[-1] >= min(table[ROW_REAL]):
+            yield Site()
+            return
+
+
+_SPLIT = "a split step"
+
 FAULTS = (
     Fault(
         name="local-decision", sentence="one rank acts against the shared decision", id="dp-disagreement",
-        plant=local_decision, keys=("rank",),
+        plant=local_decision, needs=_SPLIT, sites=every_split_rank, keys=("rank",),
     ),
     Fault(
         name="skip-coordination", sentence="one rank leaves a step's coordination out", id="collective-mismatch",
-        plant=skip_coordination, keys=("rank", "at"), split=False, defaults={"at": 1},
+        plant=skip_coordination, needs="that step", sites=every_step, keys=("rank", "at"), split=False,
+        defaults={"at": 1},
     ),
     Fault(
         name="wrong-padding", sentence="one rank pads to another count than agreed", id="dp-disagreement",
-        plant=wrong_padding, keys=("rank",),
+        plant=wrong_padding, needs=_SPLIT, sites=every_split_rank, keys=("rank",),
     ),
     Fault(
         name="empty-ubatch", sentence="steps are split although a rank's last ubatch is empty", id="empty-ubatch",
-        plant=empty_ubatch, everywhere=True, keys=(),
+        plant=empty_ubatch, needs="a whole step in which a rank has too few tokens for its last ubatch",
+        sites=steps_that_would_be_empty, everywhere=True, keys=(),
     ),
     Fault(
         name="differing-config", sentence="one rank runs with another threshold", id="config",
-        plant=differing_config, keys=("rank",), split=False,
+        plant=differing_config, needs="nothing", sites=every_rank, keys=("rank",), split=False,
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,16 @@ from dbo.errors import UsageError, refusal
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.program import Program
 from dbo.slicing import slice_plan
+from sim.faults.clean_run import CleanRun, every_split_rank
 from sim.faults.fault import Fault, Site
+
+# Per-request fields that slicing changes where a request straddles a split point.
+ADJUSTED_FIELDS = ("seq_lens", "num_computed_tokens")
 
 
 def whole_metadata(program: Program, site: Site) -> Program:
     """One field of a slice is taken from the parent, cut by request but not adjusted."""
-    if site.field not in ("seq_lens", "num_computed_tokens"):
+    if site.field not in ADJUSTED_FIELDS:
         rule = "--inject whole-metadata leaves a field whole that slicing adjusts"
         raise UsageError(refusal(rule, "use seq_lens or num_computed_tokens", field=site.field))
 
@@ -81,21 +86,49 @@ def swap_collectives(program: Program, site: Site) -> Program:
     return replace(program, prepare_finalize=wrap)
 
 
+def straddling_requests(run: CleanRun) -> Iterator[Site]:
+    """Ranks with a request that lies in two slices of a split step, and each field that slicing adjusts there."""
+    ranks = set()
+    for record in run.split_slices:
+        queries = [part["num_reqs"] for part in record.attrs["ubatches"]]
+        if sum(queries) > record.attrs["parent"]["num_reqs"]:
+            ranks.add(record.rank)
+    yield from (Site(rank=rank, field=field) for rank in sorted(ranks) for field in ADJUSTED_FIELDS)
+
+
+def padded_ranks(run: CleanRun) -> Iterator[Site]:
+    """Ranks that run more rows than they have tokens in some step: they were padded, or idle while others ran."""
+    ranks = set()
+    for rank, record in run.decisions:
+        if record.attrs["column"]["real_tokens"] < record.attrs["decision"]["num_tokens_padded"][rank]:
+            ranks.add(rank)
+    yield from (Site(rank=rank) for rank in sorted(ranks))
+
+
+def neighbouring_exchanges(run: CleanRun) -> Iterator[Site]:
+    """Any exchange of a rank that another one follows."""
+    yield from (Site(rank=rank, at=at) for rank in run.ranks for at in range(run.exchanges(rank) - 1))
+
+
 FAULTS = (
     Fault(
         name="whole-metadata", sentence="one metadata field of the slices is left whole", id="metadata-slice",
-        plant=whole_metadata, keys=("rank", "field"),
+        plant=whole_metadata, needs="a split step in which a request of that rank lies in two slices",
+        sites=straddling_requests, keys=("rank", "field"),
     ),
     Fault(
         name="padding-leak", sentence="padding rows are dispatched", id="padding-leak", plant=padding_leak,
+        needs="a step in which the rank runs more rows than it has tokens", sites=padded_ranks,
         backends=("deepep_low_latency",), keys=("rank",), defaults={"rank": 0}, split=False,
     ),
     Fault(
         name="shared-buffer", sentence="calls of both ubatches land in one receive buffer", id="buffer-reuse",
-        plant=shared_buffer, backends=("deepep_low_latency",), everywhere=True, keys=(),
+        plant=shared_buffer, needs="a split step", sites=every_split_rank,
+        backends=("deepep_low_latency",), everywhere=True, keys=(),
     ),
     Fault(
         name="swap-collectives", sentence="two exchanges change places on one rank", id="collective-mismatch",
-        plant=swap_collectives, backends=("nccl",), keys=("rank", "at"), split=False,
+        plant=swap_collectives, needs="an exchange that another one follows", sites=neighbouring_exchanges,
+        backends=("nccl",), keys=("rank", "at"), split=False,
     ),
 )  # fmt: skip

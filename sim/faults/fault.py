@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from dbo.program import Program
 
 if TYPE_CHECKING:
     from dbo.config import DBOConfig
+    from sim.faults.clean_run import CleanRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,17 @@ class Fault:
         split: it needs a step that is split (so DBO on).
         defaults: of the site, where they differ.
         keys: the parts of the site that it uses.
+        needs: what a run must offer for the fault to come into effect at all, in words.
+        sites: the same as a function: where a run, given by its clean twin, offers it. A fault planted anywhere else
+            changes nothing; planted at one of these sites it must be found.
     """
 
     name: str
     sentence: str
     id: str
     plant: Callable[[Program, Site], Program]
+    needs: str
+    sites: Callable[[CleanRun], Iterator[Site]]
     backends: tuple[str, ...] = ()
     everywhere: bool = False
     split: bool = True
@@ -64,6 +70,11 @@ class Fault:
         self._require(config, site)
         clean, planted = Program(), self.plant(Program(), site)
         return lambda rank: planted if self.everywhere or rank == site.rank else clean
+
+    def inject(self, site: Site) -> str:
+        """What `--inject` takes to plant this fault at `site`."""
+        where = ",".join(f"{key}={getattr(site, key)}" for key in self.keys)
+        return f"{self.name}:{where}" if where else self.name
 
     def site(self, where: str) -> Site:
         """Parse "rank=1,ubatch=0"."""

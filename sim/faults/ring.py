@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from dbo.accesses import any_overlap
+from dbo.check.hooks import hooks_of
 from dbo.errors import DBOError
 from dbo.program import Program
 from dbo.ubatch import UBatchContext
+from sim.faults.clean_run import CleanRun, every_hook, every_yield
 from sim.faults.fault import Fault, Site
 
 
@@ -108,20 +111,50 @@ def late_hook(program: Program, site: Site) -> Program:
     return replace(program, context=Late)
 
 
+def hooks_that_can_be_late(run: CleanRun) -> Iterator[Site]:
+    """Hooks whose owner reads what they complete while their holder is away at its next yield."""
+    receives = {hook.runs[0].id: hook.receives for hook in hooks_of(run.trace) if hook.runs}
+    for rank, holder in run.ubatches():
+        for at, hook in enumerate(run.carried_hooks(rank, holder)):
+            mine = [r for r in run.lines[rank, hook.step, holder] if r.id > hook.id and r.line == f"u{holder}"]
+            away = next((r.id for r in mine if r.kind == "yield"), None)
+            back = next((r.id for r in mine if r.kind == "resume"), None)
+            if away is None or back is None:
+                continue
+            completed = [access for receive in receives[hook.id] for access in receive.writes]
+            owned = run.lines[rank, hook.step, int(hook.attrs["owner"])]
+            readers = (r for r in owned if away < r.id < back and r.on_device and r.kind != "recv")
+            if any(any_overlap(reader.reads, tuple(completed)) for reader in readers):
+                yield Site(rank=rank, ubatch=holder, at=at)
+
+
+_A_YIELD = "a split step with that yield"
+_A_HOOK = "a split step in which the ubatch runs that hook for another one"
+
 FAULTS = (
-    Fault(name="raise", sentence="a ubatch raises at a yield", id="swallowed-error", plant=raise_at),
-    Fault(name="drop-yield", sentence="a ubatch leaves one yield out", id="unequal-yields", plant=drop_yield),
-    Fault(name="add-yield", sentence="a ubatch yields once more than declared", id="unequal-yields", plant=add_yield),
+    Fault(
+        name="raise", sentence="a ubatch raises at a yield", id="swallowed-error", plant=raise_at,
+        needs=_A_YIELD, sites=every_yield,
+    ),
+    Fault(
+        name="drop-yield", sentence="a ubatch leaves one yield out", id="unequal-yields", plant=drop_yield,
+        needs=_A_YIELD, sites=every_yield,
+    ),
+    Fault(
+        name="add-yield", sentence="a ubatch yields once more than declared", id="unequal-yields", plant=add_yield,
+        needs=_A_YIELD, sites=every_yield,
+    ),
     Fault(
         name="drop-hook", sentence="a peer's receive hook is thrown away", id="hook-lost", plant=drop_hook,
-        backends=("deepep_low_latency",),
+        needs=_A_HOOK, sites=every_hook, backends=("deepep_low_latency",),
     ),
     Fault(
         name="double-hook", sentence="a receive hook runs twice", id="hook-twice", plant=double_hook,
-        backends=("deepep_low_latency",),
+        needs=_A_HOOK, sites=every_hook, backends=("deepep_low_latency",),
     ),
     Fault(
         name="late-hook", sentence="a receive hook runs after its owner has read the data", id="hook-late",
-        plant=late_hook, backends=("deepep_low_latency",),
+        plant=late_hook, needs="a hook whose owner reads what it completes before its holder has the baton back",
+        sites=hooks_that_can_be_late, backends=("deepep_low_latency",),
     ),
 )  # fmt: skip

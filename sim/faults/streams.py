@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dbo.check.overlap import is_communication
 from dbo.player import SchedulePlayer
 from dbo.program import Program
 from dbo.schedule import Item, Point, Yield
+from sim.faults.clean_run import CleanRun, every_ubatch
 from sim.faults.fault import Fault, Site
 
 STREAM_BACKENDS = ("nccl",)
@@ -81,25 +84,60 @@ def _nothing() -> None:
     return None
 
 
+def events_that_can_be_late(run: CleanRun) -> Iterator[Site]:
+    """Ubatches with a send that would wait for its peer's compute, if its event were recorded after the yield.
+
+    Their compute's event stands directly before a yield, and their send starts before what the peer launches meanwhile
+    on the compute stream has ended.
+    """
+    for rank, ubatch in run.ubatches():
+        steps = [step for r, step, u in run.lines if (r, u) == (rank, ubatch)]
+        if any(_gains_from_an_early_event(run, rank, step, ubatch) for step in steps):
+            yield Site(rank=rank, ubatch=ubatch)
+
+
+def _gains_from_an_early_event(run: CleanRun, rank: int, step: int, ubatch: int) -> bool:
+    mine = run.lines[rank, step, ubatch]
+    others = [r for (q, s, u), line in run.lines.items() if (q, s) == (rank, step) and u != ubatch for r in line]
+    foreign = [r for r in others if r.line == "compute" and r.kind == "op"]
+    for at, record in enumerate(mine):
+        if record.kind != "yield":
+            continue
+        event = next((r for r in reversed(mine[:at]) if r.on_device), None)
+        back = next((r.id for r in mine[at:] if r.kind == "resume"), None)
+        if event is None or event.kind != "record" or event.line != "compute" or back is None:
+            continue
+        send = next((r for r in mine[at:] if is_communication(r) and r.id > back), None)
+        meanwhile = max((r.end_us for r in foreign if record.id < r.id < back), default=0.0)
+        if send is not None and send.t_us < meanwhile:
+            return True
+    return False
+
+
+_SPLIT = "a split step"
+
 FAULTS = (
     Fault(
         name="drop-wait", sentence="the experts do not wait for their dispatch", id="stream-race", plant=drop_wait,
-        backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
     Fault(
         name="late-event", sentence="events are recorded after the yield: nothing is hidden", id="no-overlap",
-        plant=late_event, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        plant=late_event, needs="a send whose producer stands directly before a yield, and that starts before the "
+        "peer's compute of that yield ends", sites=events_that_can_be_late,
+        backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
     Fault(
         name="early-event", sentence="events are recorded before their producer is launched", id="stream-race",
-        plant=early_event, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        plant=early_event, needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
     Fault(
         name="early-receive", sentence="the experts read a low-latency receive before its hook has run", id="hook-late",
-        plant=early_receive, backends=("deepep_low_latency",), keys=("rank", "ubatch"),
+        plant=early_receive, needs=_SPLIT, sites=every_ubatch, backends=("deepep_low_latency",),
+        keys=("rank", "ubatch"),
     ),
     Fault(
         name="early-read", sentence="the experts read an exchange's output before it is complete", id="stream-race",
-        plant=early_receive, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        plant=early_receive, needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
 )  # fmt: skip

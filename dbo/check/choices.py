@@ -1,0 +1,64 @@
+"""Points where another schedule could have had another outcome. A run without one stands for all of its schedules.
+
+Two sources: records of kind "choice", which the simulator writes where it decided something that does not commute, and
+enqueues on one stream by two host lines whose order nothing fixes, which the trace itself shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbo.check.happens import HappensBefore
+from dbo.trace import Record, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One observed choice point: what was open, and the records that show it."""
+
+    what: str
+    records: tuple[int, ...]
+
+
+def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
+    """All choice points of a trace, in order."""
+    found = [
+        Choice(what=record.attrs.get("what", record.name), records=(record.id,)) for record in trace.of_kind("choice")
+    ]
+    last: dict[tuple[int, str], Record] = {}
+    for record in trace.records:
+        if record.line not in ("compute", "comm"):
+            continue
+        before = last.get((record.rank, record.line))
+        if before is not None and not _enqueued_in_order(before, record, happens):
+            found.append(Choice(what=_words(before, record, happens), records=(before.id, record.id)))
+        last[record.rank, record.line] = record
+    return found
+
+
+def _enqueued_in_order(first: Record, second: Record, happens: HappensBefore) -> bool:
+    """Whether `first` is enqueued before `second` in every execution.
+
+    An operation is launched between its host record and the next one of that line, so the next one has to come before
+    something that `second` is launched after.
+    """
+    issuer, other = happens.issuer(first), happens.issuer(second)
+    if issuer is None or other is None:
+        return False
+    if issuer.line == other.line:
+        return True
+    following = happens.next_on_line(issuer.id)
+    if following is None:
+        return False
+    return any(
+        following.id == source.id or happens.ordered(following.id, source.id) for source in happens.issuers(second)
+    )
+
+
+def _words(before: Record, record: Record, happens: HappensBefore) -> str:
+    if not happens.issuers(record):
+        return f"nothing says which host line issued #{record.id} on {record.line} of rank {record.rank}"
+    return (
+        f"{before.name} (#{before.id}) and {record.name} (#{record.id}) are enqueued on {record.line} of rank "
+        f"{record.rank} by two host lines in no fixed order"
+    )

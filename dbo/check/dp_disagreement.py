@@ -1,0 +1,107 @@
+"""dp-disagreement: ranks decide differently about one step, or do something else than they decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dbo.check.happens import HappensBefore
+from dbo.check.hooks import failed_steps
+from dbo.check.violation import Findings, need
+from dbo.trace import Record, Trace
+
+ID = "dp-disagreement"
+SENTENCE = "ranks decide differently, or a rank acts against the common decision"
+UNIT = "decisions compared with each other and with what was done"
+
+
+def detect(trace: Trace, happens: HappensBefore) -> Findings:
+    """Per step: equal tables and decisions on all ranks; then as many ubatches and padded tokens as decided."""
+    found = Findings(ID)
+    steps: dict[int, dict[int, Record]] = {}
+    for record in trace.of_kind("decide"):
+        steps.setdefault(record.step, {})[record.rank] = record
+    ranks = {rank for decided in steps.values() for rank in decided}
+    done = _Done(trace)
+    for step in sorted(steps):
+        decided = steps[step]
+        first = decided[min(decided)]
+        for rank in sorted(ranks):
+            found.checked += 1
+            if rank not in decided:
+                if trace.meta.get("complete", True) and not done.failed:
+                    found.violate(f"rank {rank} made no decision in step {step}, others did", first, rank=rank)
+                continue
+            record = decided[rank]
+            if record is not first:
+                _compare(first, record, found)
+            _compare_with_deeds(record, done, found)
+    return found
+
+
+class _Done:
+    """What every rank did in every step."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.failed = failed_steps(trace)
+        self.ended = {(r.rank, r.step) for r in trace.of_kind("step.end")}
+        self.ubatches: dict[tuple[int, int], set[int]] = {}
+        for record in trace.of_kind("ubatch.enter"):
+            self.ubatches.setdefault((record.rank, record.step), set()).add(record.ubatch)
+        self.slices = {(r.rank, r.step): r for r in trace.of_kind("slices")}
+
+
+def _compare(first: Record, record: Record, found: Findings) -> None:
+    for part in ("table", "decision"):
+        mine, theirs = need(first, part), need(record, part)
+        if mine != theirs:
+            found.violate(
+                f"step {record.step}: rank {first.rank} and rank {record.rank} {_verb(part)} "
+                f"{_difference(mine, theirs)}",
+                record,
+                first.id,
+            )
+            return
+
+
+def _verb(part: str) -> str:
+    return "saw different tables:" if part == "table" else "decided differently:"
+
+
+def _difference(a: Any, b: Any) -> str:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        names = [name for name in sorted({*a, *b}, key=lambda n: (n == "reason", n)) if a.get(name) != b.get(name)]
+        return "; ".join(f"{name}={a.get(name)} and {name}={b.get(name)}" for name in names)
+    return f"{a} and {b}"
+
+
+def _compare_with_deeds(record: Record, done: _Done, found: Findings) -> None:
+    decision = need(record, "decision")
+    key = (record.rank, record.step)
+    if key in done.failed:
+        return
+    split, wanted = decision["split"], decision["num_ubatches"] if decision["split"] else 0
+    ran = len(done.ubatches.get(key, ()))
+    replayed = decision.get("cudagraph_mode") == "FULL" and ran == 0
+    if not replayed and (ran > wanted or (ran < wanted and key in done.ended)):
+        found.violate(
+            f"rank {record.rank} ran {ran} ubatches in step {record.step} after deciding for {wanted or 'none'}", record
+        )
+    slices = done.slices.get(key)
+    if slices is None:
+        return
+    padded = decision["num_tokens_padded"][record.rank]
+    parent, cut = need(slices, "parent"), need(slices, "ubatches")
+    if parent["num_tokens_padded"] != padded:
+        found.violate(
+            f"rank {record.rank} ran {parent['num_tokens_padded']} token rows in step {record.step} after deciding for "
+            f"{padded}",
+            slices,
+            record.id,
+        )
+    if len(cut) != wanted and not (not split and len(cut) <= 1):
+        found.violate(
+            f"rank {record.rank} cut step {record.step} in {len(cut)} slices after deciding for {wanted or 'none'}",
+            slices,
+            record.id,
+        )

@@ -1,0 +1,119 @@
+"""no-overlap: right answers, nothing hidden.
+
+Two witnesses. A communication that starts later than its own producer's end, because the last thing it waited for is
+the other ubatch's compute (its event was recorded after the yield), or the mirror image: compute that waits for the
+other ubatch's communication. And a hidden share far below what the issue order allows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dbo.accesses import any_overlap
+from dbo.check.happens import HappensBefore
+from dbo.check.overlap import is_communication, measure, split_steps
+from dbo.check.violation import Findings
+from dbo.trace import Record, Trace
+
+ID = "no-overlap"
+SENTENCE = "work waits for the other ubatch although it does not depend on it, so that nothing is hidden"
+UNIT = "operations of split steps"
+
+FAR_BELOW = 0.5
+"""A hidden share under this part of the ideal one is a fault."""
+
+WORTH_HIDING = 0.05
+"""Schedules whose ideal share is below this promise no overlap."""
+
+_SLACK_US = 1e-3
+_MARKERS = frozenset(("record", "wait", "meet", "collective"))
+
+
+def detect(trace: Trace, happens: HappensBefore) -> Findings:
+    """Reports late starts by rank, ubatch and point (the first of each), else the share."""
+    found = Findings(ID)
+    split = split_steps(trace)
+    last: dict[tuple[int, int, int, bool], Record] = {}
+    late: dict[tuple[int, int, str], list[_Late]] = {}
+    early = False
+    for record in sorted(trace.records, key=lambda r: r.id):
+        key = (record.rank, record.step)
+        if not record.on_device or record.ubatch < 0 or key not in split or record.kind in ("record", "wait"):
+            continue
+        travels = is_communication(record)
+        producer = last.get((*key, record.ubatch, not travels))
+        last[(*key, record.ubatch, travels)] = record
+        found.checked += 1
+        if producer is None:
+            continue
+        early = early or (travels and _is_early(record, producer))
+        culprit = _waited_for(record, happens)
+        if culprit is not None and record.t_us - producer.end_us > _SLACK_US:
+            place = (record.rank, record.ubatch, record.point or record.name)
+            late.setdefault(place, []).append(_Late(record, producer, culprit))
+    for cases in late.values():
+        _add(cases, found)
+    if not late and not early:
+        _judge_share(trace, happens, found)
+    return found
+
+
+class _Late(NamedTuple):
+    """`record` could have started when `producer` ended, and waited for `culprit`."""
+
+    record: Record
+    producer: Record
+    culprit: Record
+
+
+def _add(cases: list[_Late], found: Findings) -> None:
+    record, producer, culprit = cases[0]
+    found.violate(
+        f"{record.point or record.name} of ubatch {record.ubatch} (rank {record.rank}, layer {record.layer}) starts "
+        f"{record.t_us - producer.end_us:.1f} us after its producer {producer.name} (#{producer.id}) has ended, since "
+        f"it waits for {culprit.name} of ubatch {culprit.ubatch} (#{culprit.id}); {len(cases)} such starts: record the "
+        f"event before the yield",
+        record,
+        producer.id,
+        culprit.id,
+    )
+
+
+def _judge_share(trace: Trace, happens: HappensBefore, found: Findings) -> None:
+    overlap = measure(trace, happens=happens)
+    hidden, ideal = overlap.hidden_share, overlap.ideal_share
+    if hidden is not None and ideal is not None and ideal >= WORTH_HIDING and hidden < FAR_BELOW * ideal:
+        found.violate(
+            f"{hidden:.0%} of {overlap.comm_us:.0f} us of communication is hidden, the schedule allows {ideal:.0%}: "
+            f"something keeps compute from running beside it"
+        )
+
+
+def _waited_for(record: Record, happens: HappensBefore) -> Record | None:
+    """The last thing that `record` waited for, if that is another ubatch's work on the other side of the same rank.
+
+    Followed through this ubatch's own events only: what a stream's queue imposes is the schedule's doing.
+    """
+    current = record
+    while True:
+        before = happens.previous_on_line(current.id)
+        sources = [happens.record(id) for id in current.after]
+        if before is not None:
+            sources.append(before)
+        if not sources:
+            return None
+        current = max(sources, key=lambda r: (r.end_us, r.on_device))
+        if current.rank != record.rank or current.end_us < record.t_us - _SLACK_US:
+            return None
+        if current.kind not in _MARKERS:
+            break
+        if current.ubatch != record.ubatch:
+            return None
+    other_side = current.on_device and is_communication(current) is not is_communication(record)
+    is_foreign = other_side and current.ubatch >= 0 and current.ubatch != record.ubatch
+    return current if is_foreign and not any_overlap(record.reads, current.writes) else None
+
+
+def _is_early(record: Record, producer: Record) -> bool:
+    """A communication that overtakes its own producer is a race; what it hides then means nothing."""
+    return record.t_us < producer.end_us - _SLACK_US and any_overlap(record.reads, producer.writes) is not None

@@ -1,0 +1,119 @@
+"""stream-race: two accesses of one byte, one of them a write, with no order between them.
+
+For every buffer a frontier of earlier accesses is kept. An access drops what it covers: an earlier one that is ordered
+before it, touches no byte outside it, and that it conflicts with at least as widely (a write covers everything, a read
+covers reads). A later race with a dropped access is then a race with the one that dropped it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dbo.accesses import overlaps
+from dbo.check.happens import HappensBefore
+from dbo.check.violation import Findings
+from dbo.trace import Access, BufferInfo, Record, Trace
+
+ID = "stream-race"
+SENTENCE = "a read is not ordered after its write, or a write after an earlier read or write"
+UNIT = "accesses of bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One access: its bytes, the interval around them, whether it writes, by whom."""
+
+    access: Access
+    writes: bool
+    record: Record
+    start: int
+    stop: int
+    is_interval: bool
+
+
+def _use(access: Access, writes: bool, record: Record) -> _Use:
+    if access.strides == (1,):
+        return _Use(access, writes, record, access.offset, access.offset + access.sizes[0], True)
+    return _Use(access, writes, record, access.offset, access.stop, False)
+
+
+def detect(trace: Trace, happens: HappensBefore) -> Findings:
+    """One violation for each pair of operations (by name, stream and buffer) that race; its first pair is shown."""
+    found = Findings(ID)
+    uses: dict[int, list[_Use]] = {}
+    for record in trace.records:
+        for access in record.reads:
+            uses.setdefault(access.buffer, []).append(_use(access, False, record))
+        for access in record.writes:
+            uses.setdefault(access.buffer, []).append(_use(access, True, record))
+    seen: set[tuple[object, ...]] = set()
+    for buffer, accesses in uses.items():
+        found.checked += len(accesses)
+        if _can_race(accesses):
+            for first, second in _races(accesses, happens):
+                key = (_kind(first), _kind(second))
+                if key not in seen:
+                    seen.add(key)
+                    _add(found, trace.buffers.get(buffer), first, second, happens)
+    return found
+
+
+def _can_race(uses: list[_Use]) -> bool:
+    first = uses[0].record
+    many = any((use.record.line, use.record.rank) != (first.line, first.rank) for use in uses)
+    return many and any(use.writes for use in uses)
+
+
+def _races(uses: Iterable[_Use], happens: HappensBefore) -> Iterator[tuple[_Use, _Use]]:
+    frontier: list[_Use] = []
+    for use in uses:
+        record, start, stop = use.record, use.start, use.stop
+        kept: list[_Use] = []
+        for earlier in frontier:
+            if earlier.stop <= start or stop <= earlier.start or earlier.record is record:
+                kept.append(earlier)
+                continue
+            if not (earlier.is_interval and use.is_interval) and not overlaps(earlier.access, use.access):
+                kept.append(earlier)
+                continue
+            before = happens.ordered(earlier.record.id, record.id)
+            if not before and (use.writes or earlier.writes):
+                yield earlier, use
+            if not (before and (use.writes or not earlier.writes) and _covers(use, earlier)):
+                kept.append(earlier)
+        kept.append(use)
+        frontier = kept
+
+
+def _covers(outer: _Use, inner: _Use) -> bool:
+    if outer.access[1:] == inner.access[1:]:
+        return True
+    return outer.is_interval and outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _kind(use: _Use) -> tuple[object, ...]:
+    record = use.record
+    return record.rank, record.line, record.name, record.point, record.ubatch, use.writes
+
+
+def _add(found: Findings, buffer: BufferInfo | None, first: _Use, second: _Use, happens: HappensBefore) -> None:
+    a, b = first.record, second.record
+    name = f"{buffer.name} of rank {buffer.rank}" if buffer is not None else f"buffer {first.access.buffer}"
+    found.violate(
+        f"{name}: {_verb(first.writes)} by {_who(a)} and {_verb(second.writes)} by {_who(b)} touch the same bytes in "
+        f"no fixed order; {happens.missing_edge(a.id, b.id)}",
+        b,
+        a.id,
+    )
+
+
+def _verb(writes: bool) -> str:
+    return "a write" if writes else "a read"
+
+
+def _who(record: Record) -> str:
+    ubatch = f"u{record.ubatch} " if record.ubatch >= 0 else ""
+    source = f" at {record.src}" if record.src else ""
+    layer = f" of layer {record.layer}" if record.layer >= 0 else ""
+    return f"{ubatch}{record.name}{layer} on {record.line} of rank {record.rank} (#{record.id}{source})"

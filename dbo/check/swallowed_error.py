@@ -1,0 +1,70 @@
+"""swallowed-error: an error in a ubatch hangs its step, or is lost, or the step returns fewer rows than it owes.
+
+Every raise on a ubatch's line is reported. `handled` tells the promise kept (the step ended with that first error and
+no thread was left) from the promise broken; a test that raises on purpose ignores the handled ones.
+"""
+
+from __future__ import annotations
+
+from dbo.check.happens import HappensBefore
+from dbo.check.violation import Findings, need
+from dbo.trace import Record, Trace
+
+ID = "swallowed-error"
+SENTENCE = "an error in a ubatch does not end its step with that error, or a step returns a short batch"
+UNIT = "ends of steps and errors of ubatches"
+
+PEER_FAILED = "PeerFailed"
+"""What a rank's exchanges raise when another rank has failed in the same step."""
+
+
+def detect(trace: Trace, happens: HappensBefore) -> Findings:
+    """Judges each step's end by its first error, its rows and its threads."""
+    found = Findings(ID)
+    first: dict[tuple[int, int], Record] = {}
+    for record in sorted(trace.of_kind("error"), key=lambda r: r.id):
+        # A peer rank's failure is told to this rank as PeerFailed; the error to judge is the peer's.
+        if _on_ubatch_line(record) and record.attrs.get("type") != PEER_FAILED:
+            first.setdefault((record.rank, record.step), record)
+    ends = {(record.rank, record.step): record for record in trace.of_kind("step.end")}
+    for key, error in first.items():
+        found.checked += 1
+        _judge_error(error, ends.get(key), found)
+    for key, end in ends.items():
+        found.checked += 1
+        if key not in first:
+            _judge_end(end, found)
+    return found
+
+
+def _judge_error(error: Record, end: Record | None, found: Findings) -> None:
+    type_name, message = need(error, "type"), error.attrs.get("message", "")
+    raised = f"ubatch {error.ubatch} of rank {error.rank} raised {type_name}: {message} in step {error.step}"
+    if end is None:
+        found.violate(f"{raised}, and the step never ended (hung)", error)
+        return
+    status, live = need(end, "status"), need(end, "live_threads")
+    reported = str(end.attrs.get("error", ""))
+    if status != "error":
+        short = f"returned {need(end, 'rows')} of {need(end, 'expected_rows')} rows"
+        found.violate(f"{raised}, and the step {short} as if nothing had happened", error, end.id)
+    elif live:
+        found.violate(f"{raised}, and the step ended with {live} of its threads still running", error, end.id)
+    elif type_name not in reported and (not message or message not in reported):
+        found.violate(f"{raised}, but the step ended with another error: {reported}", error, end.id)
+    else:
+        found.violate(f"{raised}; the step ended with that error (handled)", error, end.id, handled=True)
+
+
+def _judge_end(end: Record, found: Findings) -> None:
+    status = need(end, "status")
+    where = f"step {end.step} of rank {end.rank}"
+    live = need(end, "live_threads")
+    if status == "ok" and need(end, "rows") != need(end, "expected_rows"):
+        found.violate(f"{where} returned {end.attrs['rows']} rows instead of {end.attrs['expected_rows']}", end)
+    if live:
+        found.violate(f"{where} ended with {live} of its threads still running", end)
+
+
+def _on_ubatch_line(record: Record) -> bool:
+    return record.line[:1] == "u" and record.line[1:].isdigit()

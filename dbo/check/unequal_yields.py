@@ -1,0 +1,76 @@
+"""unequal-yields: a ubatch handed the baton on another number of times than its schedule declares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dbo.check.happens import HappensBefore
+from dbo.check.violation import Findings, need
+from dbo.trace import Record, Trace
+
+ID = "unequal-yields"
+SENTENCE = "a ubatch yields another number of times than its schedule declares"
+UNIT = "ubatches of a step"
+
+
+def detect(trace: Trace, happens: HappensBefore) -> Findings:
+    """Compares counts at exit; a ubatch that never exits is compared by the yields it has made so far."""
+    found = Findings(ID)
+    counts: Counter[tuple[int, int, int]] = Counter()
+    enters: dict[tuple[int, int, int], Record] = {}
+    exits: dict[tuple[int, int, int], Record] = {}
+    for record in trace.of_kind("ubatch.enter", "yield", "ubatch.exit"):
+        key = (record.rank, record.step, record.ubatch)
+        if record.kind == "yield":
+            counts[key] += 1
+        elif record.kind == "ubatch.enter":
+            enters[key] = record
+        else:
+            exits[key] = record
+    for key, record in exits.items():
+        if record.attrs.get("error"):
+            # Cut short: what the player has passed still tells who yielded behind its back, or did not.
+            played = record.attrs.get("played_yields")
+            if played is not None:
+                found.checked += 1
+                done = need(record, "yields")
+                if not played <= done <= played + 1:
+                    words = f"yielded {done} times where the schedule had passed {played} yields"
+                    declared = need(record, "declared_yields")
+                    found.violate(_sentence(key, words, declared, _plain(key, counts, exits)), record)
+            continue
+        found.checked += 1
+        done, declared = need(record, "yields"), need(record, "declared_yields")
+        if done != declared:
+            found.violate(_sentence(key, f"yielded {done} times", declared, _plain(key, counts, exits)), record)
+    for key in enters.keys() - exits.keys():
+        record = enters[key]
+        peers = [r.attrs["declared_yields"] for k, r in exits.items() if k[:2] == key[:2] and not r.attrs.get("error")]
+        declared = record.attrs.get("declared_yields", max(peers, default=None))
+        if declared is not None and not trace.meta.get("complete", True):
+            found.checked += 1
+            if counts[key] > declared:
+                words = f"has yielded {counts[key]} times and waits"
+                found.violate(_sentence(key, words, declared, _plain(key, counts, exits)), record)
+    return found
+
+
+def plain_ring_ends(yields: Sequence[int]) -> bool:
+    """The law of a plain ring: every thread finishes iff y_0 >= y_1 >= … >= y_{U-1} >= y_0 - 1."""
+    falling = all(a >= b for a, b in zip(yields, yields[1:], strict=False))
+    return not yields or (falling and yields[-1] >= yields[0] - 1)
+
+
+def _plain(
+    key: tuple[int, int, int], counts: Counter[tuple[int, int, int]], exits: dict[tuple[int, int, int], Record]
+) -> str:
+    members = sorted(k for k in counts.keys() | exits.keys() if k[:2] == key[:2])
+    yields = [exits[k].attrs.get("yields", counts[k]) if k in exits else counts[k] for k in members]
+    shown = ", ".join(f"y{k[2]}={y}" for k, y in zip(members, yields, strict=True))
+    return f"a plain ring {'would end' if plain_ring_ends(yields) else 'would hang'} ({shown})"
+
+
+def _sentence(key: tuple[int, int, int], did: str, declared: int, ring: str) -> str:
+    rank, step, ubatch = key
+    return f"ubatch {ubatch} of rank {rank} {did} in step {step}, its schedule declares {declared}; {ring}"

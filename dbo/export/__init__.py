@@ -1,0 +1,1 @@
+"""Traces for other readers: files that Perfetto opens, timelines in text."""

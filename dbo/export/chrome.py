@@ -1,0 +1,134 @@
+"""One trace file for two readers: Chrome's trace viewer or Perfetto, and this project.
+
+The file is a JSON object. `traceEvents` is what a viewer draws: a process a rank, a thread a line, a slice a record, an
+arrow where one line waits for another (batons, events, collectives). `dbo` is `Trace.to_json()`, which no viewer minds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dbo.errors import UsageError, refusal
+from dbo.trace import Record, Trace
+
+_HOST_US = 0.1
+"""How wide a host record without a duration is drawn."""
+
+_ARROWS = {"resume": "baton", "ubatch.enter": "baton", "wait": "event", "exchange": "collective", "recv": "collective",
+           "collective": "collective", "host.wait": "host wait"}  # fmt: skip
+
+_LINE_ORDER = {"main": 0, "compute": 100, "comm": 101, "net": 102}
+
+_Event = dict[str, Any]
+
+
+def write_trace(trace: Trace, path: str | Path) -> Path:
+    """Write `trace` for both readers; the bytes depend on nothing but the trace. Returns the path."""
+    path = Path(path)
+    data = {"traceEvents": list(trace_events(trace)), "displayTimeUnit": "ns", "dbo": trace.to_json()}
+    path.write_text(json.dumps(data, sort_keys=True, separators=(",", ":")), encoding="utf-8")
+    return path
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read what `write_trace` wrote.
+
+    Raises:
+        UsageError: no such file, not JSON, no trace of this project, or one of another schema.
+    """
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            refusal("a trace file can be read", "name an existing file", path=path, why=error.strerror)
+        ) from error
+    except ValueError as error:
+        raise UsageError(refusal("a trace file is JSON", "write it again", path=path, why=error)) from error
+    if not isinstance(data, dict) or not isinstance(data.get("dbo"), dict):
+        raise UsageError(
+            refusal(
+                "a trace file has the key dbo", "write it with dbo, other traces are read by dbo explain", path=path
+            )
+        )
+    try:
+        return Trace.from_json(data["dbo"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UsageError(
+            refusal("a trace file holds a whole trace", "record it again", path=path, why=error)
+        ) from error
+
+
+def trace_events(trace: Trace) -> Iterator[_Event]:
+    """Chrome trace events: names of processes and threads, slices in trace order, arrows."""
+    threads = _threads(trace)
+    for (rank, line), thread in threads.items():
+        yield _name("thread_name", rank, thread, line)
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+    for rank in sorted({rank for rank, _ in threads}):
+        yield _name("process_name", rank, 0, f"rank {rank}" if rank >= 0 else "meetings")
+    records = {record.id: record for record in trace.records}
+    arrow = 0
+    for record in trace.records:
+        yield _slice(record, threads[record.rank, record.line])
+        category = _ARROWS.get(record.kind)
+        for id in record.after if category else ():
+            source = records[id]
+            if (source.rank, source.line) == (record.rank, record.line) or _is_issue(source, record):
+                continue
+            arrow += 1
+            start, end = threads[source.rank, source.line], threads[record.rank, record.line]
+            shared = {"cat": category, "name": category, "id": arrow}
+            yield {**shared, "ph": "s", "pid": source.rank, "tid": start, "ts": _inside(source)}
+            yield {**shared, "ph": "f", "bp": "e", "pid": record.rank, "tid": end, "ts": round(record.t_us, 4)}
+
+
+def _threads(trace: Trace) -> dict[tuple[int, str], int]:
+    """A thread number for every line: main, the ubatches, the streams."""
+    lines = {(record.rank, record.line) for record in trace.records}
+    numbers: dict[tuple[int, str], int] = {}
+    for rank, line in sorted(lines, key=lambda key: (key[0], _order(key[1]), key[1])):
+        taken = sum(1 for other, _ in numbers if other == rank)
+        numbers[rank, line] = taken + 1
+    return numbers
+
+
+def _order(line: str) -> int:
+    if line[:1] == "u" and line[1:].isdigit():
+        return 1 + int(line[1:])
+    return _LINE_ORDER.get(line, 99)
+
+
+def _slice(record: Record, thread: int) -> _Event:
+    spot = {"id": record.id, "step": record.step, "layer": record.layer, "ubatch": record.ubatch, "point": record.point}
+    args = {name: value for name, value in spot.items() if value not in (-1, "") or name == "id"}
+    if record.src:
+        args["src"] = record.src
+    small = {name: value for name, value in record.attrs.items() if isinstance(value, (str, int, float, bool))}
+    return {
+        "ph": "X", "name": _title(record), "cat": record.kind, "pid": record.rank, "tid": thread,
+        "ts": round(record.t_us, 4), "dur": round(record.dur_us or (0.0 if record.on_device else _HOST_US), 4),
+        "args": {**small, **args},
+    }  # fmt: skip
+
+
+def _title(record: Record) -> str:
+    who = f" u{record.ubatch}" if record.ubatch >= 0 else ""
+    return f"{record.name or record.point or record.kind}{who}"
+
+
+def _inside(record: Record) -> float:
+    """A time at which the record's slice is open, so that a viewer binds the arrow to it."""
+    return round(record.t_us + max(0.0, record.dur_us - 1e-3), 4)
+
+
+def _is_issue(source: Record, record: Record) -> bool:
+    """The edge from the host record that launched a device record: true of every one, so not drawn."""
+    return record.on_device and not source.on_device and source.rank == record.rank
+
+
+def _name(kind: str, rank: int, thread: int, text: str) -> _Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": text}}
