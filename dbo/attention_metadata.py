@@ -63,6 +63,24 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens: Tensor | None = None
     dcp_layout: DCPLayout | None = None
 
+    def copy_device_(self, other: CommonAttentionMetadata) -> None:
+        """Overwrite the device tensors with `other`'s: a graph reads new values at the addresses it captured."""
+        for name in DEVICE_FIELDS:
+            mine = getattr(self, name)
+            if mine is not None:
+                mine.copy_(getattr(other, name))
+
+
+DEVICE_FIELDS = (
+    "query_start_loc",
+    "seq_lens",
+    "num_computed_tokens",
+    "block_table_tensor",
+    "slot_mapping",
+    "positions",
+    "dcp_local_seq_lens",
+)
+
 
 def from_plan(plan: BatchPlan, to_device: Callable[[np.ndarray], Tensor]) -> CommonAttentionMetadata:
     """Make the tensors of a plan. Host tensors are copies too, so the plan may be reused at once.

@@ -10,6 +10,7 @@ Legal during graph capture: launching work, `record`, `wait_event`, `all_to_all_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -141,8 +142,25 @@ class Tensors(Protocol):
     def take(self, array: Any, index: np.ndarray) -> Any:
         """Rows of `array` by `index`."""
 
+    def copy_into(self, target: Any, source: Any) -> None:
+        """Overwrite `target` with `source` on the current stream: how a graph gets its inputs."""
+
     def record_stream(self, array: Any, stream: Stream) -> None:
         """`stream` uses `array`, too: its bytes are not handed out again before what is queued there by its end has run."""
+
+
+class Graph(Protocol):
+    """A captured program of one rank."""
+
+    def capture(self) -> AbstractContextManager[Any]:
+        """Keep what is launched inside the block, from the current stream and those that join it.
+
+        Raises:
+            CaptureError: the program did what a capture forbids, or left a stream unjoined.
+        """
+
+    def replay(self, real_tokens: Sequence[int] = ()) -> None:
+        """Launch it again. No other task wakes; `real_tokens` (by ubatch) is what sends carry in the trace."""
 
 
 class TaskState(Protocol):
@@ -185,6 +203,9 @@ class World(Protocol):
 
     def event(self, name: str) -> Event:
         """A new event; `name` appears in reports."""
+
+    def new_graph(self, name: str) -> Graph:
+        """An empty graph."""
 
     def current_stream(self) -> Stream:
         """The calling task's current stream."""

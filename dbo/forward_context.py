@@ -56,6 +56,8 @@ class ForwardContext:
         player: plays the schedule at the layer's points.
         step: number of the engine step.
         num_tokens_across_ranks: rows of every rank in this (u)batch, by rank; from the shared decision.
+        graph_key: the step runs as a captured graph (`dbo.graphs.GraphKey`); None: eager.
+        real_tokens: with a graph, the real tokens of each (u)batch; the metadata's own counts are baked.
     """
 
     attn_metadata: Any
@@ -68,6 +70,8 @@ class ForwardContext:
     player: Player = field(default_factory=SerialPlayer)
     step: int = -1
     num_tokens_across_ranks: Sequence[int] = ()
+    graph_key: Any = None
+    real_tokens: Sequence[int] = ()
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("dbo_forward_context", default=None)

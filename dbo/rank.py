@@ -113,6 +113,7 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
         runner.scheduler.add(
             Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
         )
+    runner.capture_graphs()
     outcomes: list[StepOutcome] = []
     while len(outcomes) < job.max_steps:
         outcome = runner.step()

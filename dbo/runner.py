@@ -9,7 +9,7 @@ scheduled again, and the next step starts clean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,15 @@ from dbo.config import DBOConfig
 from dbo.contract import World
 from dbo.coordinate import Decision, RankColumn, vote
 from dbo.engine.scheduler import RequestScheduler
-from dbo.engine.batch import ModelInputs, build_batch
+from dbo.batch_plan import BatchPlan
+from dbo.engine.batch import ModelInputs, build_batch, dummy_batch
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.errors import UBatchError, Unwinding
 from dbo.forward_context import ForwardContext, SerialPlayer, override_forward_context
+from dbo.graphs import graph_key
 from dbo.program import Program
 from dbo.sampling import sample
+from dbo.slicing import default_split_points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +115,19 @@ class GPUModelRunner:
         self.world.in_ubatch(-1, step=step)
         self.world.trace.host(
             "step.end", status="idle" if batch.is_idle else "ok", error="", rows=len(outcome.tokens),
-            expected_rows=len(batch.sampled), live_threads=0,
+            expected_rows=len(batch.sampled), live_threads=self.wrapper.live_threads,
         )  # fmt: skip
         return outcome
 
     def _failed(self, step: int, error: BaseException) -> StepOutcome:
         self.world.in_ubatch(-1, step=step)
         first = error.__cause__ if isinstance(error, UBatchError) and error.__cause__ is not None else error
+        if first is error:  # the ring has not recorded it
+            self.world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
         self.world.trace.host(
-            "step.end", status="error", error=type(first).__name__, rows=0, expected_rows=0, live_threads=0
-        )
+            "step.end", status="error", error=type(first).__name__, rows=0, expected_rows=0,
+            live_threads=self.wrapper.live_threads,
+        )  # fmt: skip
         self.world.fail(error)
         self.scheduler.discard()
         self.next_step = self.world.recover(step)
@@ -134,9 +140,8 @@ class GPUModelRunner:
         self.world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict())
         if decision.all_idle:
             return StepOutcome(step=step, decision=decision, column=column)
-        rows = decision.num_tokens_padded[self.world.rank]
-        inputs = build_batch(batch, num_tokens_padded=rows)
-        context = self._forward_context(step, batch, decision, inputs)
+        inputs = self._inputs(batch, decision)
+        context = self._forward_context(step, [r.query_len for r in batch.requests], decision, inputs)
         hidden = self._forward(context, inputs)
         tokens, logits = self._sample(batch, inputs, hidden)
         self.scheduler.update(tokens) if batch.requests else None
@@ -159,13 +164,23 @@ class GPUModelRunner:
             reads_new_kv=dependent,
         )
 
+    def _inputs(self, batch: ScheduledBatch, decision: Decision) -> ModelInputs:
+        """The batch laid out; a graph has fixed numbers of requests and blocks."""
+        rows = decision.num_tokens_padded[self.world.rank]
+        if decision.cudagraph_mode != "FULL":
+            return build_batch(batch, num_tokens_padded=rows)
+        return build_batch(
+            batch, num_tokens_padded=rows, num_reqs_padded=rows // decision.uniform_query_len,
+            block_table_width=self._table_width,
+        )  # fmt: skip
+
     def _forward_context(
-        self, step: int, batch: ScheduledBatch, decision: Decision, inputs: ModelInputs
+        self, step: int, query_lens: Sequence[int], decision: Decision, inputs: ModelInputs
     ) -> ForwardContext:
         plan = inputs.plan
-        unpadded, padded = self.program.make_slices(
+        _, padded = self.program.make_slices(
             decision.split,
-            [r.query_len for r in batch.requests],
+            query_lens,
             plan.num_tokens_padded,
             plan.num_reqs,
             decision.num_ubatches,
@@ -180,25 +195,79 @@ class GPUModelRunner:
             player=SerialPlayer(self.world),
             num_tokens_across_ranks=decision.num_tokens_padded,
         )
+        parts = [plan] if padded is None else [self.program.slice_plan(plan, piece) for piece in padded]
+        if padded is not None:
+            self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
+        if decision.cudagraph_mode == "FULL":
+            query_len = decision.uniform_query_len
+            context.graph_key = graph_key(
+                self.config, self.wrapper.schedule.name, num_tokens=[p.num_tokens_padded for p in parts],
+                num_reqs=[p.num_reqs for p in parts], query_len=query_len,
+            )  # fmt: skip
+            context.real_tokens = [p.num_actual_tokens for p in parts]
+            parts = [self._baked(part, query_len) for part in parts]
+        metadata = [self.metadata_of(part) for part in parts]
         if padded is None:
-            context.attn_metadata = self.metadata_of(plan)
-            return context
-        parts = [self.program.slice_plan(plan, piece) for piece in padded]
-        self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
-        context.ubatch_slices = padded
-        context.ubatch_metadata = [self.metadata_of(part) for part in parts]
+            context.attn_metadata = metadata[0]
+        else:
+            context.ubatch_slices, context.ubatch_metadata = padded, metadata
         return context
 
+    def _baked(self, plan: BatchPlan, query_len: int) -> BatchPlan:
+        """Host counts that every replay of a graph shares; the real ones are in the device tensors."""
+        return replace(
+            plan, num_actual_tokens=plan.num_tokens_padded, max_query_len=query_len, max_seq_len=self.config.max_model_len
+        )
+
+    @property
+    def _table_width(self) -> int:
+        return -(-self.config.max_model_len // self.config.block_size)
+
+    def capture_graphs(self) -> None:
+        """The capture phase: before the first step, on all ranks, largest size first; split and unsplit."""
+        if self.config.cudagraph_mode != "FULL":
+            return
+        self.wrapper.graphs.capturing = True
+        try:
+            for tokens in sorted(self.config.cudagraph_capture_sizes, reverse=True):
+                for split in (True, False) if self._may_split(tokens) else (False,):
+                    self._capture(tokens, split)
+        finally:
+            self.wrapper.graphs.capturing = False
+
+    def _may_split(self, tokens: int) -> bool:
+        return self.config.enable_dbo and tokens >= max(
+            self.config.num_ubatches, self.config.dbo_decode_token_threshold
+        )
+
+    def _capture(self, tokens: int, split: bool) -> None:
+        ubatches = self.config.num_ubatches if split else 1
+        points = (self.config.split_points or default_split_points(tokens, ubatches)) if split else ()
+        decision = Decision(
+            split=split, num_tokens_padded=(tokens,) * self.world.size, cudagraph_mode="FULL", split_points=points,
+            num_ubatches=ubatches, all_idle=False, uniform_query_len=1, reason="",
+        )  # fmt: skip
+        inputs = dummy_batch(num_reqs=tokens, query_len=1, block_table_width=self._table_width)
+        # Runs of the capture phase have negative step numbers, two each: the warm-up and the capture.
+        step = -2 * (len(self.wrapper.graphs.steps) + 1)
+        self.world.in_ubatch(-1, step=step)
+        context = self._forward_context(step, [1] * tokens, decision, inputs)
+        with override_forward_context(context):
+            self.wrapper.capture(**self._arguments(inputs))
+
     def _forward(self, context: ForwardContext, inputs: ModelInputs) -> Any:
-        tensors = self.world.tensors
-        arguments = {
-            "input_ids": tensors.from_numpy(inputs.input_ids, "input_ids"),
-            "positions": tensors.from_numpy(inputs.plan.positions, "positions"),
-        }
+        arguments = self._arguments(inputs)
         with override_forward_context(context):
             if self.serial and context.ubatch_slices is not None:
                 return self.wrapper.run_serially(**arguments)
             return self.wrapper(**arguments)
+
+    def _arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        tensors = self.world.tensors
+        return {
+            "input_ids": tensors.from_numpy(inputs.input_ids, "input_ids"),
+            "positions": tensors.from_numpy(inputs.plan.positions, "positions"),
+        }
 
     def _sample(
         self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Any

@@ -36,6 +36,9 @@ Record kinds (attrs in braces):
     transfer        {call, op, dst}                        bytes under way on line "net"
     free            {buffer}                               a storage used on several streams ends; counts as a write of all
                                                            of it on its home stream (its bytes may be handed out again)
+    capture.begin, capture.end, replay      {graph, calls} a graph is captured, and launched
+    graph.put, graph.get                {key}              a graph is stored under a key, and looked for
+    unbake          {buffer, graphs}                       a buffer that live graphs captured is freed
     blocked         {waits_for: {...}}                     at the end only: this line can never go on (deadlock)
 
 `record.id` is the order of *issue* (a program launches an operation long before it runs); the position in
@@ -53,7 +56,7 @@ SCHEMA = "dbo.trace/1"
 
 HOST_KINDS = frozenset(
     "config step.begin decide slices step.end ubatch.enter ubatch.exit yield resume join barrier hook.register hook.run "
-    "hook.drop point error host.wait alloc free".split()
+    "hook.drop point error host.wait capture.begin capture.end replay graph.put graph.get unbake".split()
 )
 DEVICE_LINES = ("compute", "comm", "net")
 

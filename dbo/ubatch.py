@@ -135,6 +135,7 @@ class UBatchContext:
             _context.reset(self._token)
             self._token = None
         set_forward_context(None)
+        world.set_stream(self.compute_stream)
         following = self.ring.next_in_ring(self.index)
         if following is not self:
             following.baton.give()
@@ -198,7 +199,7 @@ class UBatchContext:
     # -- receive hooks ----------------------------------------------------------------------------------------------------
 
     def register_recv_hook(self, hook: Callable[[], None]) -> None:
-        """Have the next context run `hook`; run it at once when there is no next one.
+        """Have the next context run `hook`; run it at once when that one has left the ring.
 
         Raises:
             RingError: the next context still holds a hook.
@@ -207,7 +208,9 @@ class UBatchContext:
         number, self.ring.next_hook = self.ring.next_hook, self.ring.next_hook + 1
         step, layer, ubatch, point = world.tags()
         tags = (step, layer, ubatch, RECV_OF.get(point, point))
-        holder = self.ring.next_in_ring(self.index)
+        contexts = self.ring.contexts
+        aimed = contexts[(self.index + 1) % len(contexts)]
+        holder = self if aimed.left else aimed  # not the one after it: that one may hold a hook of its own predecessor
         world.trace.host("hook.register", hook=number, owner=self.index, holder=holder.index)
         entry = (number, self.index, hook, tags)
         if holder is self:

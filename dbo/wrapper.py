@@ -12,6 +12,7 @@ from typing import Any
 from dbo.contract import World
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
 from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
+from dbo.graphs import StepGraphs
 from dbo.program import Program
 from dbo.schedule import Schedule
 from dbo.slicing import UBatchSlice
@@ -48,7 +49,14 @@ class UBatchWrapper:
         self.backend = backend
         self.moe_layers = tuple(moe_layers)
         self.program = program or Program()
+        self.graphs = StepGraphs(world)
         self._workers: list[Any] = []
+        self._at_work: set[int] = set()
+
+    @property
+    def live_threads(self) -> int:
+        """Ubatch threads that are still at work: none between two steps, whatever happened in them."""
+        return len(self._at_work)
 
     def __call__(self, **kwargs: Any) -> Any:
         """Run the step that the current forward context describes.
@@ -57,6 +65,21 @@ class UBatchWrapper:
             UBatchError: a ubatch raised; the first error is its cause. All threads have ended the step.
         """
         context = get_forward_context()
+        if context.graph_key is not None:
+            return self.graphs.replay(context, kwargs)
+        return self._step(context, kwargs)
+
+    def capture(self, **kwargs: Any) -> None:
+        """Capture the step that the current forward context describes, threads and all; see `dbo.graphs`.
+
+        Raises:
+            CaptureError: outside the capture phase, or the program did what a capture forbids; nothing is left behind.
+        """
+        context = get_forward_context()
+        self.graphs.capture(context, kwargs, lambda: self._step(context, kwargs))
+
+    def _step(self, context: ForwardContext, kwargs: dict[str, Any]) -> Any:
+        """Run the step eagerly, or into an open capture."""
         if context.ubatch_slices is None:
             self.world.set_real_tokens(context.num_real_tokens)
             return self.model(**kwargs)
@@ -104,6 +127,7 @@ class UBatchWrapper:
             player=context.player,
             step=context.step,
             num_tokens_across_ranks=[piece.num_tokens] * self.world.size,
+            graph_key=context.graph_key,
         )
 
     def _run(self, contexts: list[UBatchContext], arguments: list[dict[str, Any]]) -> list[Any]:
@@ -114,6 +138,7 @@ class UBatchWrapper:
         outputs: list[Any] = [None] * len(contexts)
         state = self.world.task_state()
         for index, worker in enumerate(workers):
+            self._at_work.add(index)
             worker.submit(lambda i=index: state.run(self._ubatch, ring, contexts[i], arguments[i], outputs))
         try:
             contexts[0].ready_barrier.wait()
@@ -131,6 +156,7 @@ class UBatchWrapper:
     def _ubatch(self, ring: Ring, context: UBatchContext, arguments: dict[str, Any], outputs: list[Any]) -> None:
         """One ubatch's share of the step, in its own thread. Never raises: the ring holds the error."""
         index = context.index
+        self.world.in_ubatch(index, step=context.forward_context.step)  # also what fails before the ring is this step's
         try:
             self.program.before_ubatch(index)
             self.world.set_real_tokens(context.forward_context.num_real_tokens)
@@ -145,6 +171,8 @@ class UBatchWrapper:
         except BaseException as error:  # also KeyboardInterrupt in a ubatch: the step's caller gets it
             ring.fail(index, error)
             context.ready_barrier.abort()
+        finally:
+            self._at_work.discard(index)
 
     # -- arguments and results --------------------------------------------------------------------------------------
 
@@ -168,7 +196,8 @@ class UBatchWrapper:
         if isinstance(first, dict):
             return {key: self._join([o[key] for o in outputs]) for key in first}
         if isinstance(first, (tuple, list)):
-            return type(first)(self._join(parts) for parts in zip(*outputs, strict=True))
+            joined = [self._join(parts) for parts in zip(*outputs, strict=True)]
+            return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
         if hasattr(first, "shape"):
             return self.world.tensors.cat(outputs)
         rule = "a model returns arrays, or tuples, lists or dicts of them"

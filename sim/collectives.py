@@ -74,6 +74,7 @@ class SimGroup:
         self, value: Any, signature: tuple[Any, ...], tag: int, combine: Callable[[list[Any]], Any]
     ) -> Any:
         world, cluster, task = self.world, self.world.cluster, self.world.task()
+        world.refuse_in_capture(f"host-level {signature[0]}")
         index, self.index = self.index, self.index + 1
         key = (cluster.epoch, self.name, index)
         meeting = cluster.host_meetings.setdefault(key, HostMeeting())
@@ -133,14 +134,27 @@ class SimGroup:
         writes: tuple[Any, ...],
         duration_us: float,
         connect: Callable[[dict[int, Any], int], tuple[Callable[[], None], Callable[[], None]]],
+        src: str = "",
     ) -> None:
         """Queue this rank's part of a collective on the current stream.
 
         `value` is what the member brings; `connect(members, rank)` gives what it does at its start and at its end.
         """
         world, cluster = self.world, self.world.cluster
-        cluster.check_peers(self.rank)
         stream = world.current_stream()
+        if world.capture is not None:
+            world.capture.note((*reads, *writes))
+            src = world.source()
+
+            def again() -> None:
+                self.exchange(
+                    op, signature=signature, value=value, reads=reads, writes=writes, duration_us=duration_us,
+                    connect=connect, src=src,
+                )  # fmt: skip
+
+            world.capture.add(stream, again)
+            return
+        cluster.check_peers(self.rank)
         index, self.index = self.index, self.index + 1
         key = (cluster.epoch, self.name, index)
         shape, dtype = signature
@@ -164,7 +178,7 @@ class SimGroup:
         state: dict[str, Callable[[], None]] = {}
         stream.launch(
             "exchange", op, duration_us=duration_us, reads=reads, writes=writes, run=begin,
-            finish=lambda: state["end"](), after=(meeting.meet,), src=world.source(),
+            finish=lambda: state["end"](), after=(meeting.meet,), src=src or world.source(),
             attrs={"group": self.name, "index": index, "op": op},
         )  # fmt: skip
         if len(meeting.members) == self.size:

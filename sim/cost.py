@@ -17,6 +17,7 @@ class CostTable:
     Attributes:
         host_launch_us: host time to queue one operation.
         host_switch_us: host time to hand the baton on.
+        graph_launch_us: host time to launch a whole graph.
         kernel_us: least time of a device operation.
         memory_bytes_per_us: device memory rate.
         link_bytes_per_us: rate of one rank's link, one way.
@@ -27,6 +28,7 @@ class CostTable:
 
     host_launch_us: float = 0.1
     host_switch_us: float = 0.2
+    graph_launch_us: float = 5.0
     kernel_us: float = 2.0
     memory_bytes_per_us: float = 3.5e6
     link_bytes_per_us: float = 4.0e4

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class NumericDevice:
     """`sim.tensors.TensorDevice` of one rank."""
 
-    capturing = False
-
     def __init__(self, world: SimWorld) -> None:
         self.world = world
         self.rank = world.rank
@@ -29,6 +27,10 @@ class NumericDevice:
         self._used: dict[int, set[str]] = {}
         self._recorded: dict[int, set[str]] = {}
         tensors.register_device(world.rank, self)
+
+    @property
+    def capturing(self) -> bool:
+        return self.world.capture is not None
 
     def submit(
         self, name: str, *, reads: tuple[Access, ...], writes: tuple[Access, ...], run: Callable[[], None], src: str
@@ -48,7 +50,9 @@ class NumericDevice:
 
     def new_buffer(self, nbytes: int, name: str) -> int:
         buffer = self.world.engine.new_buffer(self.rank, name, nbytes)
-        if self.world.cluster.scheduler.current is not None:
+        if self.world.capture is not None:
+            self.world.capture.pool.add(buffer)
+        elif self.world.cluster.scheduler.current is not None:
             self._home[buffer] = self.world.current_stream()
         return buffer
 
@@ -69,10 +73,16 @@ class NumericDevice:
         """
         home = self._home.pop(buffer, None)
         used = self._used.pop(buffer, set()) - self._recorded.pop(buffer, set())
+        baked_in = [graph.name for graph in self.world.graphs if buffer in graph.baked]
+        if baked_in and self.world.cluster.scheduler.current is not None and not self.world.engine.closed:
+            self.world.trace.host("unbake", buffer=buffer, graphs=baked_in)
         if home is None or used <= {home.name} or self.world.cluster.scheduler.current is None:
             return
         if self.world.cluster.scheduler.current.rank != self.rank or self.world.engine.closed:
             return
+        self._launch_free(buffer, home)
+
+    def _launch_free(self, buffer: int, home: SimStream) -> None:
         nbytes = self.world.engine.trace.buffers[buffer].nbytes
         home.launch("free", "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
 
@@ -107,6 +117,9 @@ class NumericTensors:
 
     def take(self, array: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         return array.index_select(0, self.from_numpy(index, "rows"))
+
+    def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def record_stream(self, array: torch.Tensor, stream: SimStream) -> None:
         self.world.device.record_stream(tensors.accesses(array).buffer, stream)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dbo.trace import Access
+from dbo.trace import Access, Record
 from sim.engine import Node
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
+
+
+# What `launch` returns while a capture is open: nothing may depend on it.
+CAPTURED = Node(Record(-1, -1, "", "captured", ""), 0, 0.0)
 
 
 class SimStream:
@@ -34,11 +38,23 @@ class SimStream:
         src: str = "",
         attrs: dict[str, Any] | None = None,
     ) -> Node:
-        """Queue work here, for the calling task's point."""
-        task = self.world.task()
-        task.now_us += self.world.cost.host_launch_us
-        if self.world.device is not None and (reads or writes):
-            self.world.device.note_use((*reads, *writes), self.name)
+        """Queue work here, for the calling task's point. During a capture the call is kept instead, and made at replays."""
+        world, task = self.world, self.world.task()
+        if world.device is not None and (reads or writes):
+            world.device.note_use((*reads, *writes), self.name)
+        if world.capture is not None:
+            world.capture.note((*reads, *writes))
+
+            def again() -> Node:
+                return self.launch(
+                    kind, name, duration_us=duration_us, reads=reads, writes=writes, run=run, finish=finish,
+                    after=after, src=src, attrs=dict(attrs or {}),
+                )  # fmt: skip
+
+            world.capture.add(self, again)
+            return CAPTURED
+        if world.replaying is None:
+            task.now_us += world.cost.host_launch_us
         node = self.world.engine.node(
             rank=self.world.rank,
             line=self.name,
@@ -60,7 +76,9 @@ class SimStream:
         return node
 
     def wait_event(self, event: SimEvent) -> None:
-        if event.marker is not None:
+        if self.world.capture is not None:
+            self.world.capture.add_wait(self, event)
+        elif event.marker is not None:
             self.launch("wait", event.name, after=(event.marker,), attrs={"event": event.name})
 
     def wait_stream(self, stream: SimStream) -> None:
@@ -72,9 +90,11 @@ class SimStream:
         return event
 
     def query(self) -> bool:
+        self.world.refuse_in_capture(f"query of {self.name}")
         return self.tail is None or self.tail.done
 
     def synchronize(self) -> None:
+        self.world.refuse_in_capture(f"synchronize {self.name}")
         task = self.world.task()
         if self.tail is not None:
             self.world.engine.wait_host(task, self.tail, f"synchronize {self.name}")
@@ -91,15 +111,20 @@ class SimEvent:
 
     def record(self, stream: SimStream | None = None) -> None:
         stream = stream or self.world.current_stream()
-        self.marker = stream.launch("record", self.name, attrs={"event": self.name})
+        if self.world.capture is not None:
+            self.world.capture.add_record(stream, self)
+        else:
+            self.marker = stream.launch("record", self.name, attrs={"event": self.name})
 
     def wait(self, stream: SimStream | None = None) -> None:
         (stream or self.world.current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        self.world.refuse_in_capture(f"query of {self.name}")
         return self.marker is None or self.marker.done
 
     def synchronize(self) -> None:
+        self.world.refuse_in_capture(f"synchronize {self.name}")
         task = self.world.task()
         if self.marker is not None:
             self.world.engine.wait_host(task, self.marker, f"synchronize {self.name}")

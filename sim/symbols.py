@@ -110,6 +110,9 @@ class SymbolTensors:
     def take(self, array: Symbol, index: np.ndarray) -> Symbol:
         return launch(self.world, "take", [array], (len(index), *array.shape[1:]), itemsize=array.itemsize)
 
+    def copy_into(self, target: Symbol, source: Symbol) -> None:
+        launch(self.world, "copy", [source], (0,), writes=[target])
+
     def record_stream(self, array: Symbol, stream: Any) -> None:
         """Symbols are never freed."""
 

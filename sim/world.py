@@ -19,6 +19,7 @@ from sim.alltoall.low_latency import Exchange, LowLatencyBuffer, SymbolPayload
 from sim.collectives import DeviceMeeting, HostMeeting, SimGroup, peer_failed
 from sim.cost import CostTable
 from sim.engine import Engine, Node
+from sim.graph import SimGraph
 from sim.host import SimBarrier, SimBaton, SimWorker
 from sim.streams import SimEvent, SimStream
 from sim.symbols import SymbolRowOps, SymbolTensors
@@ -169,6 +170,10 @@ class SimWorld:
         self.compute = SimStream(self, "compute")
         self.comm = SimStream(self, "comm")
         self.net_tail: Node | None = None
+        self.capture: SimGraph | None = None
+        self.replaying: SimGraph | None = None
+        self.replay_real_tokens: list[int] = []
+        self.graphs: list[SimGraph] = []
         self.group = SimGroup(self, "ep")
         self.control = SimGroup(self, "dp.cpu")
         self.host = SimHost(self)
@@ -208,6 +213,14 @@ class SimWorld:
     def event(self, name: str) -> SimEvent:
         return SimEvent(self, name)
 
+    def new_graph(self, name: str) -> SimGraph:
+        return SimGraph(self, name)
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise `CaptureError` while a capture is open on this rank."""
+        if self.capture is not None:
+            self.capture.refuse(what, "do it before the capture or after the replay")
+
     def current_stream(self) -> SimStream:
         return self.task().stream
 
@@ -216,6 +229,7 @@ class SimWorld:
 
     def wait_current_stream(self, why: str, *, declared: bool) -> None:
         """Block the calling task until its current stream is empty; a host read."""
+        self.refuse_in_capture(f"host read ({why})")
         task = self.task()
         self.cluster.check_peers(self.rank)
         tail = self.current_stream().tail
@@ -238,6 +252,8 @@ class SimWorld:
 
     def real_tokens(self) -> int:
         """Real tokens of the (u)batch that the calling task works for."""
+        if self.replaying is not None and self.replay_real_tokens:
+            return self.replay_real_tokens[max(self.task().tags[2], 0)]
         return int(self.task().attrs.get("real_tokens", 0))
 
     def set_real_tokens(self, tokens: int) -> None:

@@ -39,10 +39,10 @@ def is_communication(record: Record) -> bool:
 
 
 def split_steps(trace: Trace) -> set[tuple[int, int]]:
-    """(rank, step) in which at least two ubatches ran."""
+    """(rank, step) in which at least two ubatches ran; runs of the capture phase (steps below -1) are left out."""
     ubatches: dict[tuple[int, int], set[int]] = defaultdict(set)
     for record in trace.records:
-        if record.ubatch >= 0 and (record.kind == "ubatch.enter" or record.on_device):
+        if record.ubatch >= 0 and record.step >= -1 and (record.kind == "ubatch.enter" or record.on_device):
             ubatches[record.rank, record.step].add(record.ubatch)
     return {key for key, found in ubatches.items() if len(found) > 1}
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
     "sim": {
         "all2all_backend": frozenset({"deepep_low_latency", "nccl"}),
-        "cudagraph_mode": frozenset({"NONE"}),
+        "cudagraph_mode": frozenset({"NONE", "FULL"}),
         "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),
     },
     "gpu": {
-        "all2all_backend": frozenset(),
+        "all2all_backend": frozenset({"deepep_low_latency", "nccl"}),
         "cudagraph_mode": frozenset({"NONE"}),
         "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),

@@ -63,15 +63,17 @@ class SkeletonModel:
         context.player.reach("A0", layer=layer)
         qkv = op("qkv", [hidden, positions], (tokens, self.config.hidden_size))
         context.player.reach("A1", layer=layer)
-        read, written = self._cache_blocks(context.kv_caches[layer], plan)
+        cache = context.kv_caches[layer]
+        # A graph may touch any block: which ones is data.
+        read, written = ([cache], [cache]) if context.graph_key is not None else self._cache_blocks(cache, plan)
         op("kv_write", [qkv], (0,), writes=written)
         attended = op("attention", [qkv, *read], (tokens, self.config.hidden_size))
         hidden = op("o_proj", [attended, hidden], hidden.shape)
         if not self.config.is_moe_layer(layer):
             return op("mlp", [hidden], hidden.shape)
         ids = op("gate", [hidden], (tokens, self.config.num_experts_per_tok))
-        # Rows with an expert id: padding rows have -1 and are not dispatched.
-        ids.notes["rows"] = context.num_real_tokens
+        # Rows with an expert id: padding rows have -1 and are not dispatched. A graph learns at each replay how many.
+        ids.notes["rows"] = None if context.graph_key is not None else context.num_real_tokens
         weights = op("gate_weights", [hidden], ids.shape)
         return op("residual", [hidden, self.kernel.forward(hidden, weights, ids, layer=layer)], hidden.shape)
 

@@ -81,40 +81,68 @@ class LowLatencyBuffer:
             )
 
     def _call(self, op: str, plan: Any) -> Callable[[], None]:
+        """Start a call; returns the hook that completes it. A captured call keeps the buffer that it was captured with."""
+        world = self.world
+        stream, src = world.current_stream(), world.source()
+        under_way: list[tuple[int, int, Exchange]] = []
+        capture = world.capture
+        if capture is None:
+            under_way.append(self._send(op, plan, self.buffer_of(self.calls), src))
+        else:
+            buffer = self.buffer_of(capture.low_latency_calls)
+            capture.low_latency_calls += 1
+            capture.note((*plan.reads, *plan.writes))
+
+            def send_again() -> None:
+                under_way[:] = [self._send(op, plan, buffer, src)]
+
+            capture.add(stream, send_again)
+
+        def hook() -> None:
+            if world.capture is not None:
+                world.capture.add(stream, hook)
+            else:
+                call, buffer, exchange = under_way[0]
+                self._receive(op, plan, call, buffer, exchange, stream, src)
+
+        return hook
+
+    def _send(self, op: str, plan: Any, buffer: int, src: str) -> tuple[int, int, Exchange]:
         world, cluster = self.world, self.world.cluster
         cluster.check_peers(world.rank)
         call, self.calls = self.calls, self.calls + 1
-        buffer = self.buffer_of(call)
-        stream, tags = world.current_stream(), world.task().tags
+        tags = world.task().tags
         exchange = cluster.low_latency_exchange(call)
         exchange.ops[world.rank] = op
-        attrs: dict[str, Any] = {"call": call, "buffer": buffer, "op": op, "real": world.real_tokens()}
+        real = world.real_tokens()
+        attrs: dict[str, Any] = {"call": call, "buffer": buffer, "op": op, "real": real}
 
         def send() -> None:
             exchange.sent[world.rank] = plan.send()
-            attrs["rows"] = plan.rows()
+            attrs["rows"] = plan.rows(real)
 
-        sent = stream.launch(
-            "send", f"{op}.send", duration_us=world.cost.low_latency_send_us, reads=plan.reads, run=send,
-            src=world.source(), attrs=attrs,
+        sent = world.current_stream().launch(
+            "send", f"{op}.send", duration_us=world.cost.low_latency_send_us, reads=plan.reads, run=send, src=src,
+            attrs=attrs,
         )  # fmt: skip
         arrived = self._transfer(op, call, buffer, plan.nbytes, sent, tags)
         cluster.join_meet(exchange.meet, arrived, world.rank)
         if len(exchange.ops) == world.size and len(set(exchange.ops.values())) == 1:
             world.engine.release_hold(exchange.meet)
+        return call, buffer, exchange
+
+    def _receive(
+        self, op: str, plan: Any, call: int, buffer: int, exchange: Exchange, stream: Any, src: str
+    ) -> None:
+        world = self.world
+        world.cluster.check_peers(world.rank)
         own = self.receive_buffers[buffer]
-
-        def hook() -> None:
-            cluster.check_peers(world.rank)
-            stream.launch(
-                "recv", f"{op}.recv", duration_us=world.cost.low_latency_recv_us,
-                reads=(Access.interval(own, 0, REGION_BYTES * world.size),), writes=plan.writes,
-                run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
-                after=(exchange.meet,), src=world.source(),
-                attrs={"call": call, "buffer": buffer, "op": op},
-            )  # fmt: skip
-
-        return hook
+        stream.launch(
+            "recv", f"{op}.recv", duration_us=world.cost.low_latency_recv_us,
+            reads=(Access.interval(own, 0, REGION_BYTES * world.size),), writes=plan.writes,
+            run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
+            after=(exchange.meet,), src=src, attrs={"call": call, "buffer": buffer, "op": op},
+        )  # fmt: skip
 
     def _transfer(
         self, op: str, call: int, buffer: int, nbytes: int, sent: Node, tags: tuple[int, int, int, str]
@@ -138,7 +166,7 @@ class LowLatencyBuffer:
 class SymbolPlan:
     """One call's data in ordering mode: which bytes, no values."""
 
-    def __init__(self, world: SimWorld, inputs: list[Any], shape: tuple[int, ...], nbytes: int, rows: int, handle: Any):
+    def __init__(self, world: SimWorld, inputs: list[Any], shape: tuple[int, ...], nbytes: int, rows: Any, handle: Any):
         from sim.symbols import Symbol
 
         self.result = Symbol(world, shape, name="received")
@@ -152,8 +180,9 @@ class SymbolPlan:
     def send(self) -> None:
         return None
 
-    def rows(self) -> int:
-        return self._rows
+    def rows(self, real: int) -> int:
+        """Rows with an expert; in a graph they follow the replay's `real` tokens."""
+        return real if self._rows is None else self._rows
 
     def receive(self, sent: list[Any], rank: int) -> None:
         return None
@@ -170,11 +199,11 @@ class SymbolPayload:
         tokens, hidden = x.shape
         shape = (num_experts // world.size, world.size * max_tokens, hidden)
         rows = topk_idx.notes.get("rows", tokens)
-        nbytes = rows * topk_idx.shape[1] * hidden * x.itemsize * (world.size - 1) // world.size
+        nbytes = tokens * topk_idx.shape[1] * hidden * x.itemsize * (world.size - 1) // world.size
         return SymbolPlan(world, [x, topk_idx], shape, nbytes, rows, (tokens, hidden))
 
     def combine(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) -> SymbolPlan:
         tokens, hidden = handle
         rows = topk_idx.notes.get("rows", tokens)
-        nbytes = rows * topk_idx.shape[1] * hidden * x.itemsize * (self.world.size - 1) // self.world.size
+        nbytes = tokens * topk_idx.shape[1] * hidden * x.itemsize * (self.world.size - 1) // self.world.size
         return SymbolPlan(self.world, [x, topk_weights], (tokens, hidden), nbytes, rows, None)

@@ -52,7 +52,7 @@ class DispatchPlan:
     def send(self) -> tuple[Tensor, Tensor]:
         return self.x.clone(), self.ids.clone()
 
-    def rows(self) -> int:
+    def rows(self, real: int) -> int:
         return int((self.ids >= 0).any(-1).sum())
 
     @torch.inference_mode()
@@ -94,7 +94,7 @@ class CombinePlan:
             for source, local, tokens, at in self._handle["layout"]
         ]
 
-    def rows(self) -> int:
+    def rows(self, real: int) -> int:
         return int((self.ids >= 0).any(-1).sum())
 
     @torch.inference_mode()

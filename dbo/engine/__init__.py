@@ -1,0 +1,7 @@
+"""The request side of the engine: requests → scheduled batch → batch plan. numpy, no torch.
+
+requests.py    one request: its tokens, its state, how far its KV is computed
+kv_blocks.py   the paged KV cache's blocks, counted by reference; block 0 is the null block
+scheduler.py   which tokens of which requests run in this step
+batch.py       the scheduled batch as the integer plan and the model's inputs
+"""

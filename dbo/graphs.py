@@ -1,0 +1,116 @@
+"""Captured steps of one rank: keys, capture in a declared phase, replay without threads.
+
+    key       everything that changes the captured program; put and get use the same function
+    capture   one warm-up run, then the same call inside a graph; what it read stays in place as the step's inputs
+    replay    copy this step's inputs over the captured ones, launch the graph, hand out the captured output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dbo.config import DBOConfig
+from dbo.contract import World
+from dbo.errors import CaptureError, refusal
+from dbo.forward_context import ForwardContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphKey:
+    """What two steps must have in common to share a graph.
+
+    Attributes:
+        num_tokens: padded rows of each ubatch; one entry when the step is not split.
+        num_reqs: padded requests of each ubatch.
+        query_len: uniform query length.
+        dtype, backend, schedule, comm_sms, dcp_size: of the configuration.
+    """
+
+    num_tokens: tuple[int, ...]
+    num_reqs: tuple[int, ...]
+    query_len: int
+    dtype: str
+    backend: str
+    schedule: str
+    comm_sms: int
+    dcp_size: int
+
+    def __str__(self) -> str:
+        tokens = "+".join(map(str, self.num_tokens))
+        return f"{tokens} tokens, {'+'.join(map(str, self.num_reqs))} requests of {self.query_len}"
+
+
+def graph_key(
+    config: DBOConfig, schedule: str, *, num_tokens: Sequence[int], num_reqs: Sequence[int], query_len: int
+) -> GraphKey:
+    """The key of a step with these (u)batches."""
+    return GraphKey(
+        num_tokens=tuple(num_tokens), num_reqs=tuple(num_reqs), query_len=query_len, dtype=config.dtype,
+        backend=config.all2all_backend, schedule=schedule, comm_sms=config.dbo_comm_sms,
+        dcp_size=config.decode_context_parallel_size,
+    )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class CapturedStep:
+    """A graph with what it reads and writes; all of it lives as long as the graph."""
+
+    graph: Any
+    arguments: dict[str, Any]
+    metadata: list[Any]
+    output: Any
+
+
+class StepGraphs:
+    """The captured steps of one rank."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps: dict[GraphKey, CapturedStep] = {}
+        self.capturing = False
+
+    def capture(self, context: ForwardContext, arguments: Mapping[str, Any], run: Callable[[], Any]) -> None:
+        """Warm up with `run` and capture it under the context's key. The output of a failed capture is nothing.
+
+        Raises:
+            CaptureError: outside the capture phase, or the program did what a capture forbids.
+        """
+        key = context.graph_key
+        if not self.capturing:
+            rule = "graphs are captured in the capture phase only"
+            raise CaptureError(refusal(rule, "call GPUModelRunner.capture_graphs before the first step", key=key))
+        run()
+        context.step -= 1  # the capture is another run than its warm-up
+        graph = self.world.new_graph(str(key))
+        with graph.capture():
+            output = run()
+        self.world.trace.host("graph.put", str(key), key=asdict(key))
+        metadata = [context.attn_metadata] if context.ubatch_slices is None else list(context.ubatch_metadata or ())
+        self.steps[key] = CapturedStep(graph=graph, arguments=dict(arguments), metadata=metadata, output=output)
+
+    def replay(self, context: ForwardContext, arguments: Mapping[str, Any]) -> Any:
+        """Run the step of this context from its graph; the output is valid until the next replay of the same key.
+
+        Raises:
+            CaptureError: no graph was captured for the key.
+        """
+        key = context.graph_key
+        self.world.trace.host("graph.get", str(key), key=asdict(key))
+        step = self.steps.get(key)
+        if step is None:
+            rule = "a step that all ranks run as a graph has been captured"
+            known = "; ".join(str(k) for k in self.steps) or "none"
+            raise CaptureError(refusal(rule, "capture it first", key=key, captured=known))
+        for name, value in arguments.items():
+            self.world.tensors.copy_into(step.arguments[name], value)
+        fresh = [context.attn_metadata] if context.ubatch_slices is None else context.ubatch_metadata or ()
+        real = []
+        for captured, metadata in zip(step.metadata, fresh, strict=True):
+            real.append(metadata.num_actual_tokens)
+            copy = getattr(captured, "copy_device_", None)
+            if copy is not None:
+                copy(metadata)
+        step.graph.replay(context.real_tokens or real)
+        return step.output
