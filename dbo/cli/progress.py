@@ -1,0 +1,37 @@
+"""What a long command reached: shown while it runs, where somebody watches, and told when it is interrupted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from dbo.main_job_types import StepReport
+
+
+@dataclass(kw_only=True)
+class Reached:
+    """Implements `dbo.main_job_types.Progress`. Shows one line, rewritten in place, on a terminal only."""
+
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    stages: list[str] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+        self._show(text)
+
+    def step(self, report: StepReport) -> None:
+        self.steps.append(report)
+        self._show(f"step {report.step}: {report.phase or 'done'}")
+
+    def clear(self) -> None:
+        """Remove the progress line before anything else is printed."""
+        if self.stream.isatty():
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+
+    def _show(self, text: str) -> None:
+        if self.stream.isatty():
+            self.stream.write(f"\r\x1b[K{text[:100]} …")
+            self.stream.flush()
