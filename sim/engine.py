@@ -44,6 +44,7 @@ class Engine:
         self.trace = trace
         self.scheduler: Scheduler | None = None
         self.closed = False
+        self.errors: dict[int, Exception] = {}
         self.executed = 0
         self._heap: list[tuple[float, int, int, Node]] = []
         self._next_id = 0
@@ -155,11 +156,11 @@ class Engine:
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.ready_us, node.record.id, 0, node))
 
-    def progress(self) -> bool:
-        """Run nodes until a host task becomes ready. False when there was nothing to run."""
+    def progress(self, *, until_ready: bool = True) -> bool:
+        """Run nodes until a host task becomes ready (or all that can). False when there was nothing to run."""
         scheduler = self.scheduler
         ran = False
-        while self._heap and not (scheduler is not None and scheduler.ready):
+        while self._heap and not (until_ready and scheduler is not None and scheduler.ready):
             at_us, _, phase, node = heapq.heappop(self._heap)
             record = node.record
             ran = True
@@ -169,16 +170,23 @@ class Engine:
                 record.t_us = at_us
                 node.end_us = at_us + record.dur_us
                 if node.run is not None:
-                    node.run()
+                    self._act(node, node.run)
                     node.run = None
                 if node.finish is not None:
                     heapq.heappush(self._heap, (node.end_us, record.id, 1, node))
                     continue
             elif node.finish is not None:
-                node.finish()
+                self._act(node, node.finish)
                 node.finish = None
             self._complete(node)
         return ran
+
+    def _act(self, node: Node, act: Callable[[], None]) -> None:
+        """Do a node's work. What it raises is a device error: the rank's host learns of it at its next wait, as in CUDA."""
+        try:
+            act()
+        except Exception as error:
+            self.errors.setdefault(node.record.rank, error)
 
     def _complete(self, node: Node) -> None:
         node.done = True
@@ -199,13 +207,19 @@ class Engine:
             node.waiters = []
 
     def wait_host(self, task: Task, node: Node, why: str) -> None:
-        """Block `task` until `node` is done, and order the task after it."""
+        """Block `task` until `node` is done, and order the task after it.
+
+        Raises:
+            Exception: what work of this rank's device raised meanwhile; told once.
+        """
         if not node.done:
             node.waiters.append(task)
             assert self.scheduler is not None
             self.scheduler.block(("device", node.record.line, node.record.id, why))
         task.now_us = max(task.now_us, node.end_us)
         task.edges.append(node.record.id)
+        if (error := self.errors.pop(task.rank, None)) is not None:
+            raise error
 
     def unfinished(self) -> list[Node]:
         """Nodes that were issued and are not done, in order of issue."""

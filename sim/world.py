@@ -128,7 +128,10 @@ class Cluster:
         self.recovering[world.rank] = step
         epoch = self.epoch
         if len(self.recovering) == self.size:
+            # What does not depend on the failed exchanges still runs, as it would on devices: uploads, earlier steps.
+            self.engine.progress(until_ready=False)
             self.engine.drop(self.engine.unfinished())
+            self.engine.errors.clear()
             self.host_meetings.clear()
             self.device_meetings.clear()
             self.exchanges.clear()
