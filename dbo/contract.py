@@ -185,7 +185,12 @@ class World(Protocol):
         compute, comm: the two streams, shared by the rank's ubatches.
         group: all ranks, device exchanges. `control`: all ranks, host-level coordination.
         low_latency: DeepEP's `Buffer`, or the simulator's with the same two methods.
-        row_ops: the device work around the exchanges of backend `nccl` (`dbo.moe.nccl.RowOps`).
+        high_throughput: DeepEP V1's `Buffer`, or the simulator's with the methods of its normal mode.
+        elastic: DeepEP V2's `ElasticBuffer`, or the simulator's. With both libraries `comm` is their comm stream.
+        symmetric: symmetric memory and copy engines (`dbo.moe.symm_copy.SymmetricCopies`).
+        row_ops: the device work around the exchanges of backend `nccl` (`dbo.moe.nccl.RowOps`) and after those of
+            `deepep_v2` (`dbo.moe.deepep_v2.ValidRows`).
+        copy_rows: the device work around the copies of backend `symm_copy` (`dbo.moe.symm_copy.CopyRows`).
     """
 
     rank: int
@@ -199,7 +204,11 @@ class World(Protocol):
     tensors: Any
     trace: Recorder
     low_latency: Any
+    high_throughput: Any
+    elastic: Any
+    symmetric: Any
     row_ops: Any
+    copy_rows: Any
 
     def event(self, name: str) -> Event:
         """A new event; `name` appears in reports."""

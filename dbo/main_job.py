@@ -20,7 +20,8 @@ from dbo import registry
 from dbo.check import judge, measure
 from dbo.check.order import matches_seed, steady_order, steady_records
 from dbo.check.report import Report
-from dbo.check.verdict import inconclusive
+from dbo.check.verdict import inconclusive, proved
+from dbo.compare import compare
 from dbo.config import DBOConfig, ModelShape, Workload, effective, validate
 from dbo.errors import NotAvailable, UsageError, refusal
 from dbo.export.chrome import write_trace
@@ -84,12 +85,16 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     """
     world = registry.load(request.world)
     config = DBOConfig(**_flags(request))
+    machine = registry.machine(
+        request.world, device=request.device, ranks=config.num_ranks, share_device=request.share_device
+    )
     folder = request.model or _generated_folder(request.seed, progress)
     model_config = load_model_config(folder)
     schedule = _schedule(config)
     prompts = _prompts(request, config, folder, model_config)
     warnings = validate(
-        config, _shape(model_config), capabilities=SIM_CAPABILITIES if request.world == "sim" else (),
+        config, _shape(model_config), device=machine.limits if machine else None,
+        capabilities=machine.capabilities if machine else SIM_CAPABILITIES,
         workload=Workload(prefill_tokens=sum(map(len, prompts)), decode_tokens=request.steps * len(prompts)),
     )  # fmt: skip
     if config.enable_dbo:
@@ -106,7 +111,8 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     )  # fmt: skip
 
     progress.stage(f"running {config.num_ranks} ranks in world {request.world} ({request.mode})")
-    launched = world.launch(RankMain(job), ranks=config.num_ranks, mode=request.mode)
+    options = machine.options if machine else {}
+    launched = world.launch(RankMain(job), ranks=config.num_ranks, mode=request.mode, **options)
     launched.trace.meta |= {
         "backend": config.all2all_backend, "schedule": to_text(schedule), "ubatches": config.num_ubatches,
         "seed": request.seed, "config": effective(config),
@@ -119,7 +125,13 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
 
     progress.stage("judging the trace")
     report = judge(launched.trace)
+    if request.inject is not None and report.verdict.good:
+        # Nothing was found. Either a detector is blind, or the run has no place for this fault: the latter is refused.
+        fault, where = _fault(request, request.inject)
+        fault.require_effect(launched.trace, where)
     reference = _reference(job, requests, outcomes, progress)
+    if machine:
+        reference = _twins(job, world, options, outcomes, launched.trace, reference, progress)
     replay = replay_line(request)
     path = request.trace or Path(tempfile.gettempdir()) / f"dbo-check-{request.seed}.json"
     write_trace(launched.trace, path)
@@ -201,10 +213,16 @@ def _spread(prompts: Sequence[Sequence[int]], ranks: int, max_new_tokens: int) -
 def _programs(request: CheckRequest, config: DBOConfig) -> Callable[[int], Program]:
     if request.inject is None:
         return CleanPrograms()
-    name, _, where = request.inject.partition(":")
+    fault, where = _fault(request, request.inject)
+    return fault.programs(config, where)
+
+
+def _fault(request: CheckRequest, inject: str) -> tuple[registry.FaultInfo, str]:
+    """The fault that `--inject` names, and the place that it gives."""
+    name, _, where = inject.partition(":")
     for fault in registry.faults(request.world):
         if fault.name == name:
-            return fault.programs(config, where)
+            return fault, where
     known = ", ".join(fault.name for fault in registry.faults(request.world))
     raise UsageError(refusal("--inject names a fault", f"choose one of {known}, or list", inject=name))
 
@@ -263,24 +281,50 @@ def _reference(
 
     progress.stage("running the reference on one rank")
     alone = DBOConfig(
-        data_parallel_size=1, all2all_backend="nccl", dtype=job.config.dtype, block_size=job.config.block_size,
+        data_parallel_size=1, all2all_backend="nccl", dtype="float32", block_size=job.config.block_size,
         num_kv_blocks=job.config.num_kv_blocks * job.config.num_ranks, max_model_len=job.config.max_model_len,
         max_num_batched_tokens=job.config.max_num_batched_tokens, max_num_seqs=job.config.max_num_seqs,
     )  # fmt: skip
+    weights_of = job.weights_of
+    if isinstance(weights_of, FolderWeights):
+        weights_of = replace(weights_of, dtype="float32")
     together = [[spec for rank in requests for spec in rank]]
     twin = RankJob(
         config=alone, model_config=job.model_config, schedule=job.schedule, requests=together,
-        weights_of=job.weights_of, keep_logits=True,
+        weights_of=weights_of, keep_logits=True,
     )  # fmt: skip
     expected = _by_request([RankMain(twin)(LocalWorld())])
-    found = _by_request(outcomes)
-    errors = [
-        float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        for id, (_, logits) in expected.items()
-        for a, b in zip(found.get(id, ([], []))[1], logits, strict=False)
-    ]
-    equal = all(found.get(id, ([], []))[0] == tokens for id, (tokens, _) in expected.items())
-    return Reference(tokens_equal=equal, max_rel_err=max(errors, default=None))
+    said = compare(expected, _by_request(outcomes), dtype=job.config.dtype)
+    return Reference(tokens_equal=said.tokens_equal, max_rel_err=said.max_rel_err, ties=said.ties)
+
+
+def _twins(
+    job: RankJob, world: registry.WorldEntry, options: dict[str, Any], outcomes: Sequence[Sequence[StepOutcome]],
+    trace: Trace, reference: Reference, progress: Progress,
+) -> Reference:  # fmt: skip
+    """On devices: the same run with the halves of each step one after another, and the order that the simulator gives."""
+    if not any(outcome.slices for rank in outcomes for outcome in rank):
+        return reference
+    progress.stage("running the halves of each step one after another")
+    ranks = job.config.num_ranks
+    serial = world.launch(RankMain(replace(job, serial=True)), ranks=ranks, **options)
+    expected, found = _by_request([value or [] for value in serial.values]), _by_request(outcomes)
+    equal = expected.keys() == found.keys() and all(
+        found[id][0] == tokens and all(np.array_equal(a, b) for a, b in zip(found[id][1], logits, strict=True))
+        for id, (tokens, logits) in expected.items()
+    )
+    progress.stage("asking the simulator for the order")
+    symbols = replace(job, config=job.config.replace(world="sim"), weights_of=None, keep_logits=False)
+    simulated = registry.load("sim").launch(RankMain(symbols), ranks=ranks, mode="ordering")
+    same = _order(simulated.trace) == _order(trace)
+    return replace(reference, serial_equal=equal, order_as_simulated=same)
+
+
+def _order(trace: Trace) -> tuple[str, ...]:
+    try:
+        return tuple(steady_order(trace))
+    except UsageError:  # split, but too few MoE layers for a steady one
+        return ()
 
 
 def _by_request(outcomes: Sequence[Sequence[StepOutcome]]) -> dict[str, tuple[list[int], list[np.ndarray]]]:
@@ -309,6 +353,8 @@ def replay_line(request: CheckRequest) -> str:
     words += [f"--steps {request.steps}"] if request.steps != 8 else []
     words += [f"--mode {request.mode}"] if request.mode != "numeric" else []
     words += [f"--inject {request.inject}"] if request.inject else []
+    words += [f"--device {request.device}"] if request.device != "auto" else []
+    words += ["--share-device"] if request.share_device else []
     return " ".join(words)
 
 
@@ -322,16 +368,17 @@ def _result(
     request: CheckRequest, config: DBOConfig, folder: Path, schedule: Schedule, trace: Trace, report: Report,
     steps: Sequence[StepReport], reference: Reference, replay: str, path: Path, warnings: Sequence[str],
 ) -> CheckResult:  # fmt: skip
-    order: tuple[str, ...] = ()
-    if any(step.split for step in steps):
-        try:
-            order = tuple(steady_order(trace))
-        except UsageError:  # split, but too few MoE layers for a steady one
-            order = ()
+    order = _order(trace) if any(step.split for step in steps) else ()
     overlap = measure(trace)
     verdict = report.verdict
+    if request.world != "sim" and verdict.name == "proved":
+        verdict = proved(synchronisation_only=True)  # a device's trace says nothing of the bytes that are touched
     if verdict.good and reference.tokens_equal is False:
         verdict = inconclusive("the tokens differ from the reference's, and no detector says why")
+    if verdict.good and reference.serial_equal is False:
+        verdict = inconclusive("the logits differ from those of the serial halves, and no detector says why")
+    if verdict.good and reference.order_as_simulated is False:
+        verdict = inconclusive("the steady order is not the simulator's, and no detector says why")
     return CheckResult(
         verdict=verdict,
         violations=tuple(replace(v, replay=replay) for v in report.violations),
@@ -353,11 +400,17 @@ def _result(
         seed=request.seed,
         world=request.world,
         mode=request.mode,
+        device=_device(request, trace),
         backend=config.all2all_backend,
         schedule=schedule.name,
         model=str(folder),
         warnings=tuple(warnings),
     )
+
+
+def _device(request: CheckRequest, trace: Trace) -> str:
+    shared = ", shared by all ranks: for correctness, never for speed" if request.share_device else ""
+    return f"{trace.meta['device']}{shared}" if "device" in trace.meta else ""
 
 
 def _steady_layer(trace: Trace) -> SteadyLayer:

@@ -144,6 +144,7 @@ class Reference:
 
     Attributes:
         tokens_equal, max_rel_err: the same requests unsplit on one rank; `why_not` says why there was no comparison.
+        ties: requests that left the reference's text where its own margin is below the dtype's.
         serial_equal: the same run with the halves of each step one after another, bit for bit.
         order_as_simulated: the steady order is the one that the simulator gives.
     """
@@ -151,6 +152,7 @@ class Reference:
     tokens_equal: bool | None
     max_rel_err: float | None
     why_not: str = ""
+    ties: int = 0
     serial_equal: bool | None = None
     order_as_simulated: bool | None = None
 

@@ -15,6 +15,7 @@ from typing import Any
 from dbo.contract import Event
 from dbo.errors import ScheduleError, refusal
 from dbo.schedule import Hook, Item, Point, Schedule, Yield
+from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.ubatch import UBatchContext
 
 # What leaves a layer: the model goes on with these on the compute stream.
@@ -72,6 +73,7 @@ class SchedulePlayer:
             item = self._next(layer)
             if isinstance(item, Point) and item.name in left:
                 left.pop(item.name)()
+        left = {name: thunk for name, thunk in left.items() if name not in OPTIONAL_POINTS}
         if left:
             rule = "a schedule names every point of the layer's program"
             raise ScheduleError(refusal(rule, "add them", points=",".join(sorted(left)), layer=layer))
@@ -96,7 +98,8 @@ class SchedulePlayer:
             self.context.switch_to(stream)
             self.context.ring.world.at_point(item.name, layer=layer)
             for producer in self._needs[item.name]:
-                stream.wait_event(self._done.pop(producer))
+                if producer in self._done:  # else a point before this one has made the same stream wait for it
+                    stream.wait_event(self._done.pop(producer))
             self._open = item
         return item
 

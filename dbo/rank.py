@@ -17,9 +17,12 @@ from dbo.engine.requests import Request
 from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import refusal
 from dbo.model.config import ModelConfig
+from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinalize
 from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
+from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import FusedMoEPrepareAndFinalizeModular
 from dbo.moe.nccl import NcclPrepareAndFinalize
+from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
 from dbo.program import Program
 from dbo.runner import GPUModelRunner, StepOutcome
 from dbo.schedule import Schedule
@@ -91,7 +94,8 @@ class RankMain:
 
     job: RankJob
 
-    def __call__(self, world: World) -> list[StepOutcome]:
+    def __call__(self, world: Any) -> list[StepOutcome]:
+        """`world` is a `dbo.contract.World`, or what of one an unsplit step needs (`dbo.local`)."""
         if self.job.weights_of is None:
             return run_rank(world, self.job)
         import torch
@@ -158,6 +162,18 @@ def make_prepare_finalize(
         return DeepEPLowLatencyPrepareAndFinalize(
             world.low_latency, num_experts=num_experts, max_tokens_per_rank=config.low_latency_max_tokens_per_rank
         )
+    # Under graphs no host may wait for counts, in eager steps neither: all steps are then of one kind.
+    worst_case, comm_sms = config.cudagraph_mode == "FULL", config.dbo_comm_sms
+    if config.all2all_backend == "deepep_high_throughput":
+        return DeepEPHighThroughputPrepareAndFinalize(
+            world, world.high_throughput, num_experts=num_experts, worst_case=worst_case, comm_sms=comm_sms
+        )
+    if config.all2all_backend == "deepep_v2":
+        return DeepEPV2PrepareAndFinalize(
+            world, world.elastic, num_experts=num_experts, worst_case=worst_case, comm_sms=comm_sms
+        )
+    if config.all2all_backend == "symm_copy":
+        return SymmCopyPrepareAndFinalize(world, num_experts=num_experts, worst_case=worst_case)
     if config.all2all_backend == "nccl":
         return NcclPrepareAndFinalize(world, num_experts=num_experts)
     rule = "every accepted backend is built"

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dbo.errors import NotAvailable, UsageError, refusal
+
+if TYPE_CHECKING:
+    from dbo.trace import Trace
 
 WORLDS = {"sim": "sim.world:launch", "gpu": "gpu.world:launch"}
 FAULTS = {"sim": "sim.faults:catalogue"}
@@ -44,6 +47,19 @@ class FaultInfo(Protocol):
     def sentence(self) -> str: ...
     @property
     def backends(self) -> Sequence[str]: ...
+    def programs(self, config: Any, where: str) -> Callable[[int], Any]:
+        """Every rank's program with the fault planted at `where` ("rank=1,ubatch=0").
+
+        Raises:
+            UsageError: the fault does not apply to this configuration.
+        """
+
+    def require_effect(self, trace: Trace, where: str) -> None:
+        """Refuse a run, by its trace, in which the fault never came into effect.
+
+        Raises:
+            UsageError: says what the run would have to offer.
+        """
 
 
 def load(name: str) -> WorldEntry:

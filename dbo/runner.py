@@ -274,6 +274,10 @@ class GPUModelRunner:
     ) -> tuple[dict[str, int], dict[str, np.ndarray]]:
         chosen = batch.sampled
         if not chosen:
+            if batch.requests:
+                # Nothing is read back, yet the scheduler is about to count on this KV: if a peer fails first, the step
+                # must fail here too, or the keys of these tokens would be missing for good.
+                self.world.compute.synchronize()
             return {}, {}
         self.world.at_point("sample", layer=-1)
         rows = self.world.tensors.take(hidden, inputs.logit_rows)

@@ -26,6 +26,7 @@ Record kinds (attrs in braces):
     hook.drop       {hook, owner}                          dropped while unwinding an error
     point           {}                                     the host reaches point `point` of layer `layer`
     error           {type, message}                        raised on this line
+    recover         {epoch}                                after a failed step: this rank's devices have run dry
     host.wait       {why, declared}                        the host waited for a device line; forced when not declared
     op              {}                                     a device operation
     record, wait    {event}                                an event recorded on / waited for by a stream (a marker)
@@ -36,10 +37,23 @@ Record kinds (attrs in braces):
     transfer        {call, op, dst}                        bytes under way on line "net"
     free            {buffer}                               a storage used on several streams ends; counts as a write of all
                                                            of it on its home stream (its bytes may be handed out again)
-    capture.begin, capture.end, replay      {graph, calls} a graph is captured, and launched
-    graph.put, graph.get                {key}              a graph is stored under a key, and looked for
+    capture.begin, capture.end, replay      {graph, calls} a graph is captured, and launched; a replay may carry `baked`
+                                                           and `live`: {name: value} as captured, as it has to be now
+    graph.put, graph.get    {key, program}                 a graph is stored under a key, and looked for; `program`
+                                                           (optional) says what is launched, whatever the key says
+    bake            {graph, slot, generation}              a graph captures memory that it borrows from a workspace slot
     unbake          {buffer, graphs}                       a buffer that live graphs captured is freed
+    reserve, use    {what, slot, size}                     memory or rows reserved up to a size (growable memory: also
+                                                           `generation`), and used; a list of sizes is alive together
+    lock            {what}                                 no reservation of `what` grows from here on
+    signal.set, signal.clear    {cell, round}              a flag that a peer waits for is set, and cleared
+    signal.wait     {cell, round, found}                   which round a wait is for, and which one satisfied it
+    numeric         {name, error, limit, reference}        a result compared with its reference; `varied`="padding" when
+                                                           only the contents of padding rows were changed between them
     blocked         {waits_for: {...}}                     at the end only: this line can never go on (deadlock)
+
+Device records of kernels that need SMs all at once carry `sms`; those that keep them until their peers run also
+`holds_until_peers`, `group` and `index`. Members of an all-to-all carry `sends` and `receives` (rows, by peer).
 
 `record.id` is the order of *issue* (a program launches an operation long before it runs); the position in
 `Trace.records` is the order in which things took effect.
@@ -56,7 +70,8 @@ SCHEMA = "dbo.trace/1"
 
 HOST_KINDS = frozenset(
     "config step.begin decide slices step.end ubatch.enter ubatch.exit yield resume join barrier hook.register hook.run "
-    "hook.drop point error host.wait capture.begin capture.end replay graph.put graph.get unbake".split()
+    "hook.drop point error recover host.wait capture.begin capture.end replay graph.put graph.get unbake bake "
+    "reserve use lock signal.set signal.clear signal.wait numeric".split()
 )
 DEVICE_LINES = ("compute", "comm", "net")
 
@@ -134,8 +149,9 @@ class Trace:
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    buffers: dict[int, BufferInfo] = field(default_factory=dict)
+    # Not shown: a failing assertion about a run must not print a hundred thousand records.
+    records: list[Record] = field(default_factory=list, repr=False)
+    buffers: dict[int, BufferInfo] = field(default_factory=dict, repr=False)
 
     def of_kind(self, *kinds: str) -> Iterator[Record]:
         """Records of the given kinds, in order."""
@@ -191,11 +207,11 @@ def _pack(record: Record) -> list[Any]:
 
 def _unpack(row: list[Any]) -> Record:
     *head, after, reads, writes, src, attrs = row
-    return Record(
-        *head,
-        after=tuple(after),
-        reads=tuple(Access(b, o, tuple(n), tuple(s)) for b, o, n, s in reads),
-        writes=tuple(Access(b, o, tuple(n), tuple(s)) for b, o, n, s in writes),
-        src=src,
-        attrs=attrs,
-    )
+    record = Record(*head)
+    record.after, record.reads, record.writes = tuple(after), _accesses(reads), _accesses(writes)
+    record.src, record.attrs = src, attrs
+    return record
+
+
+def _accesses(rows: list[Any]) -> tuple[Access, ...]:
+    return tuple(Access(buffer, offset, tuple(sizes), tuple(strides)) for buffer, offset, sizes, strides in rows)

@@ -20,10 +20,11 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from dbo.contract import Recorder
 from dbo.errors import WorkspaceError, refusal
 from dbo.forward_context import get_forward_context
 
@@ -73,6 +74,7 @@ class WorkspaceManager:
         device: where the buffers live.
         current_ubatch: the ubatch of the calling thread; asked only when a caller names no slot.
         is_capturing: whether the current stream is being captured.
+        recorder: is told of every reservation, use, lock and borrowed slot, for the trace.
 
     Attributes:
         allocations: storages allocated for slots so far; constant after warm-up.
@@ -85,13 +87,15 @@ class WorkspaceManager:
         *,
         current_ubatch: Callable[[], int] = ubatch_of_forward_context,
         is_capturing: Callable[[], bool] = current_stream_captures,
+        recorder: Recorder | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._current_ubatch = current_ubatch
         self._is_capturing = is_capturing
+        self._recorder = recorder
         self._slots: dict[Slot, _Storage] = {}
         self._graphs: dict[Hashable, _GraphStaging] = {}
-        self._capture: tuple[_GraphStaging, bool] | None = None
+        self._capture: tuple[Hashable, _GraphStaging, bool] | None = None
         self._locked = False
         self.allocations = 0
         self.graph_allocations = 0
@@ -111,8 +115,8 @@ class WorkspaceManager:
             WorkspaceError: the slot would grow after the lock, or the stream captures outside of `capturing`.
         """
         slot = Slot(self._current_ubatch(), lane) if slot is None else slot
-        if self._capture is not None and self._capture[1]:
-            return _carve(self._graph_storage(self._capture[0], slot, specs), specs)
+        if self._capture is not None and self._capture[2]:
+            return _carve(self._graph_storage(self._capture[1], slot, specs), specs)
         if self._capture is None and self._is_capturing():
             raise WorkspaceError(
                 refusal(
@@ -123,13 +127,18 @@ class WorkspaceManager:
                 )
             )
         raw = self._slot_storage(slot, _total_bytes(specs), caller)
+        self._tell("use", slot, size=[_padded_bytes(spec) for spec in specs])
         if self._capture is not None:
-            self._capture[0].borrowed[slot] = self._slots[slot].generation
+            graph, staging, _ = self._capture
+            staging.borrowed[slot] = self._slots[slot].generation
+            self._tell("bake", slot, graph=str(graph), generation=staging.borrowed[slot])
         return _carve(raw, specs)
 
     def lock(self) -> None:
         """Refuse growth from now on. Called once, after warm-up with the largest batch."""
         self._locked = True
+        if self._recorder is not None:
+            self._recorder.host("lock", what="workspace")
 
     @property
     def is_locked(self) -> bool:
@@ -159,7 +168,7 @@ class WorkspaceManager:
         if self._capture is not None or graph in self._graphs:
             why = "captures do not nest" if self._capture is not None else "a graph is captured once"
             raise WorkspaceError(refusal(why, "release the old graph, or choose another key", graph=graph))
-        self._capture = (staging := _GraphStaging(), own_staging)
+        self._capture = (graph, staging := _GraphStaging(), own_staging)
         try:
             yield
         except BaseException:
@@ -218,7 +227,12 @@ class WorkspaceManager:
         self.allocations += 1
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._slots[slot] = _Storage(raw, 1 if present is None else present.generation + 1)
+        self._tell("reserve", slot, size=nbytes, generation=self._slots[slot].generation)
         return raw
+
+    def _tell(self, kind: str, slot: Slot, **attrs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.host(kind, what="workspace", slot=f"u{slot.ubatch}/{slot.lane}", **attrs)
 
     def _graph_storage(self, staging: _GraphStaging, slot: Slot, specs: tuple[Spec, ...]) -> torch.Tensor:
         raw = staging.own.get((slot, specs))

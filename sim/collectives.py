@@ -62,7 +62,7 @@ class SimGroup:
 
     def all_reduce(self, table: np.ndarray, *, tag: int) -> np.ndarray:
         def total(values: list[np.ndarray]) -> np.ndarray:
-            return np.sum(values, axis=0, dtype=np.int32)
+            return np.asarray(np.sum(values, axis=0, dtype=np.int32))
 
         signature = ("all_reduce", list(table.shape), str(table.dtype))
         return self._meet_host(table.copy(), signature, tag, total).copy()
@@ -82,7 +82,7 @@ class SimGroup:
         record = world.engine.host_record(
             task, "collective", op,
             {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-             "ranks": self.size},
+             "ranks": self.size, "epoch": cluster.epoch},
         )  # fmt: skip
         meeting.values[self.rank] = value
         meeting.signatures[self.rank] = signature
@@ -122,6 +122,7 @@ class SimGroup:
             writes=(write,),
             duration_us=world.cost.collective(nbytes * world.tensors.itemsize(input)),
             connect=_all_to_all,
+            rows={"sends": list(map(int, input_split_sizes)), "receives": list(map(int, output_split_sizes))},
         )
 
     def exchange(
@@ -135,10 +136,14 @@ class SimGroup:
         duration_us: float,
         connect: Callable[[dict[int, Any], int], tuple[Callable[[], None], Callable[[], None]]],
         src: str = "",
+        rows: dict[str, list[int]] | None = None,
+        sms: int = 0,
     ) -> None:
         """Queue this rank's part of a collective on the current stream.
 
         `value` is what the member brings; `connect(members, rank)` gives what it does at its start and at its end.
+        `rows` says in the trace how many rows go to and come from each peer. The kernel holds `sms` SMs from its start
+        until all members have come and its part is done.
         """
         world, cluster = self.world, self.world.cluster
         stream = world.current_stream()
@@ -149,7 +154,7 @@ class SimGroup:
             def again() -> None:
                 self.exchange(
                     op, signature=signature, value=value, reads=reads, writes=writes, duration_us=duration_us,
-                    connect=connect, src=src,
+                    connect=connect, src=src, rows=rows, sms=sms,
                 )  # fmt: skip
 
             world.capture.add(stream, again)
@@ -160,8 +165,10 @@ class SimGroup:
         shape, dtype = signature
         tag = list(world.task().tags)
         attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-                 "ranks": self.size}  # fmt: skip
-        arrive = stream.launch("collective", op, attrs=attrs)
+                 "ranks": self.size, "epoch": cluster.epoch, **(rows or {})}  # fmt: skip
+        if sms:
+            attrs |= {"sms": sms, "holds_until_peers": True}
+        arrive = stream.launch("collective", op, attrs=attrs, takes_sms=sms)
         meeting = cluster.device_meetings.get(key)
         if meeting is None:
             meeting = DeviceMeeting(cluster.open_meet(self.name, index))
@@ -179,7 +186,7 @@ class SimGroup:
         stream.launch(
             "exchange", op, duration_us=duration_us, reads=reads, writes=writes, run=begin,
             finish=lambda: state["end"](), after=(meeting.meet,), src=src or world.source(),
-            attrs={"group": self.name, "index": index, "op": op},
+            attrs={"group": self.name, "index": index, "op": op}, frees_sms=sms,
         )  # fmt: skip
         if len(meeting.members) == self.size:
             if len(set(meeting.signatures.values())) == 1:

@@ -7,7 +7,8 @@ dispatch and 68 µs to combine over 8 ranks. They order things plausibly; they a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,10 @@ class CostTable:
         link_latency_us: time until the first byte of a transfer arrives.
         low_latency_send_us, low_latency_recv_us: the kernels of the two halves; the bytes travel between them.
         collective_us: least time of a collective.
+        high_throughput_notify_us, high_throughput_us: DeepEP V1's count exchange, and the least time of its kernels; their
+            rate is so much a SM, up to what the links carry.
+        elastic_notify_us, elastic_us: the same of DeepEP V2, which moves about 2.4 times as much a SM.
+        copy_engine_us, copy_engine_bytes_per_us: a peer copy.
     """
 
     host_launch_us: float = 0.1
@@ -36,6 +41,20 @@ class CostTable:
     low_latency_send_us: float = 4.0
     low_latency_recv_us: float = 3.0
     collective_us: float = 12.0
+    high_throughput_notify_us: float = 6.0
+    high_throughput_us: float = 8.0
+    high_throughput_bytes_per_us_sm: Mapping[str, float] = field(
+        default_factory=lambda: {"dispatch": 1.8e4, "combine": 2.0e4}
+    )
+    high_throughput_bytes_per_us: Mapping[str, float] = field(
+        default_factory=lambda: {"dispatch": 3.35e5, "combine": 3.57e5}
+    )
+    elastic_notify_us: float = 3.0
+    elastic_us: float = 4.0
+    elastic_bytes_per_us_sm: float = 4.3e4
+    elastic_bytes_per_us: float = 4.0e5
+    copy_engine_us: float = 4.0
+    copy_engine_bytes_per_us: float = 3.73e5
 
     def kernel(self, nbytes: int) -> float:
         """A device operation that touches `nbytes`."""
@@ -48,3 +67,17 @@ class CostTable:
     def collective(self, nbytes: int) -> float:
         """A collective in which one rank sends `nbytes`."""
         return round(self.collective_us + nbytes / self.link_bytes_per_us, 3)
+
+    def high_throughput(self, op: str, nbytes: int, sms: int) -> float:
+        """DeepEP V1's "dispatch" or "combine" of `nbytes` with `sms` SMs."""
+        rate = min(self.high_throughput_bytes_per_us[op], sms * self.high_throughput_bytes_per_us_sm[op])
+        return round(self.high_throughput_us + nbytes / rate, 3)
+
+    def elastic(self, nbytes: int, sms: int) -> float:
+        """DeepEP V2's kernel that moves `nbytes` with `sms` SMs."""
+        rate = min(self.elastic_bytes_per_us, sms * self.elastic_bytes_per_us_sm)
+        return round(self.elastic_us + nbytes / rate, 3)
+
+    def copy_engine(self, nbytes: int) -> float:
+        """A copy of `nbytes` into a peer's memory. It takes no SM."""
+        return round(self.copy_engine_us + nbytes / self.copy_engine_bytes_per_us, 3)

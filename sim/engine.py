@@ -7,6 +7,9 @@ each when it is done. So the trace is topologically ordered by construction.
 
 A compute node's `run` acts at its start. A communication node may also have `finish`, which acts at its end: it reads its
 input early and writes its output late, so that a missing wait shows as stale or poisoned bytes, not only as a race.
+
+A device has so many SMs. A node that takes some waits until they are free; whoever takes them frees them at its end, or
+lets a later node do so (a kernel that spins until its peers come holds them over the meeting).
 """
 
 from __future__ import annotations
@@ -19,10 +22,16 @@ from dbo.trace import Access, BufferInfo, Record, Trace
 from sim.tasks import Scheduler, Task
 
 
-class Node:
-    """One piece of device work. `record` is None for a `Meet` without a record of its own."""
+SMS_PER_DEVICE = 132
 
-    __slots__ = ("dependents", "done", "end_us", "finish", "members", "pending", "ready_us", "record", "run", "waiters")
+
+class Node:
+    """One piece of device work. It is done when it ran, or was dropped after a failed step."""
+
+    __slots__ = (
+        "dependents", "done", "end_us", "finish", "members", "pending", "ready_us", "record", "run",
+        "takes_sms", "frees_sms", "waiters",
+    )  # fmt: skip
 
     def __init__(self, record: Record, pending: int, ready_us: float) -> None:
         self.record = record
@@ -35,6 +44,8 @@ class Node:
         self.dependents: list[Node] = []
         self.waiters: list[Task] = []
         self.members: dict[int, Node] | None = None
+        self.takes_sms = 0
+        self.frees_sms = 0
 
 
 class Engine:
@@ -50,6 +61,8 @@ class Engine:
         self._next_id = 0
         self._next_buffer = 0
         self._unfinished: dict[int, Node] = {}
+        self.free_sms: dict[int, int] = {}
+        self.starved: dict[int, list[Node]] = {}
 
     # -- records of host tasks --------------------------------------------------------------------------------------
 
@@ -59,19 +72,9 @@ class Engine:
             return -1
         step, layer, ubatch, point = task.tags
         record = Record(
-            self.new_id(),
-            task.rank,
-            task.line,
-            kind,
-            name,
-            t_us=task.now_us,
-            step=step,
-            layer=layer,
-            ubatch=ubatch,
-            point=point,
-            after=tuple(sorted(set(task.edges))) if task.edges else (),
-            attrs=attrs or {},
-        )
+            self.new_id(), task.rank, task.line, kind, name, task.now_us, 0.0, step, layer, ubatch, point,
+            _in_order(task.edges), (), (), "", attrs or {},
+        )  # fmt: skip
         task.edges = []
         self.trace.records.append(record)
         task.last_record = record.id
@@ -110,6 +113,8 @@ class Engine:
         attrs: dict[str, Any] | None = None,
         stream_tail: Node | None = None,
         held: bool = False,
+        takes_sms: int = 0,
+        frees_sms: int = 0,
     ) -> Node:
         """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others."""
         edges = [n.record.id for n in after]
@@ -122,11 +127,12 @@ class Engine:
         step, layer, ubatch, point = tags
         record = Record(
             self.new_id(), rank, line, kind, name, 0.0, duration_us, step, layer, ubatch, point,
-            tuple(sorted(set(edges))), reads, writes, src, attrs if attrs is not None else {},
+            _in_order(edges), reads, writes, src, attrs if attrs is not None else {},
         )  # fmt: skip
         node = Node(record, 0, ready_us)
         node.run = run
         node.finish = finish
+        node.takes_sms, node.frees_sms = takes_sms, frees_sms
         depends = after if stream_tail is None else [*after, stream_tail]
         for other in depends:
             self.depend(node, other)
@@ -164,7 +170,7 @@ class Engine:
             at_us, _, phase, node = heapq.heappop(self._heap)
             record = node.record
             ran = True
-            if node.done:
+            if node.done or (phase == 0 and node.takes_sms and not self._take_sms(node)):
                 continue
             if phase == 0:
                 record.t_us = at_us
@@ -188,12 +194,33 @@ class Engine:
         except Exception as error:
             self.errors.setdefault(node.record.rank, error)
 
+    def _take_sms(self, node: Node) -> bool:
+        """Take what the node needs, or let it wait for somebody to free some."""
+        rank = node.record.rank
+        free = self.free_sms.setdefault(rank, SMS_PER_DEVICE)
+        if node.takes_sms > free:
+            self.starved.setdefault(rank, []).append(node)
+            return False
+        self.free_sms[rank] = free - node.takes_sms
+        return True
+
+    def _free_sms(self, node: Node) -> None:
+        rank = node.record.rank
+        self.free_sms[rank] += node.frees_sms
+        for waiting in self.starved.pop(rank, ()):
+            waiting.ready_us = max(waiting.ready_us, node.end_us)
+            self._push(waiting)
+
     def _complete(self, node: Node) -> None:
         node.done = True
         self.executed += 1
         del self._unfinished[node.record.id]
+        if node.members is not None:  # set once: a tuple that grows with each of R members costs R * R
+            node.record.after = tuple(member.record.id for member in node.members.values())
         self.trace.records.append(node.record)
         end_us = node.end_us
+        if node.frees_sms:
+            self._free_sms(node)
         for other in node.dependents:
             if end_us > other.ready_us:
                 other.ready_us = end_us
@@ -226,9 +253,16 @@ class Engine:
         return [self._unfinished[k] for k in sorted(self._unfinished)]
 
     def drop(self, nodes: Iterable[Node]) -> None:
-        """Forget nodes that will never run (after a failed step)."""
+        """Forget nodes that will never run (after a failed step); their devices are idle then."""
+        self.free_sms.clear()
+        self.starved.clear()
         for node in nodes:
             node.done = True
             node.run = node.finish = None
             self._unfinished.pop(node.record.id, None)
             node.dependents = []
+
+
+def _in_order(ids: list[int]) -> tuple[int, ...]:
+    """Record ids, each once, in order of issue."""
+    return tuple(ids) if len(ids) < 2 else tuple(sorted(set(ids)))

@@ -24,7 +24,8 @@ class SimBaton:
     def give(self) -> None:
         task = self.world.task()
         at_us = task.now_us + self.world.cost.host_switch_us
-        self._given = (task.last_record, at_us)
+        if self._given is None:  # a second give adds nothing: the taker follows the first one only
+            self._given = (task.last_record, at_us)
         if self._taker is not None:
             self.world.cluster.scheduler.wake(self._taker, at_us)
 

@@ -37,6 +37,8 @@ class SimStream:
         after: tuple[Node, ...] = (),
         src: str = "",
         attrs: dict[str, Any] | None = None,
+        takes_sms: int = 0,
+        frees_sms: int = 0,
     ) -> Node:
         """Queue work here, for the calling task's point. During a capture the call is kept instead, and made at replays."""
         world, task = self.world, self.world.task()
@@ -48,7 +50,7 @@ class SimStream:
             def again() -> Node:
                 return self.launch(
                     kind, name, duration_us=duration_us, reads=reads, writes=writes, run=run, finish=finish,
-                    after=after, src=src, attrs=dict(attrs or {}),
+                    after=after, src=src, attrs=dict(attrs or {}), takes_sms=takes_sms, frees_sms=frees_sms,
                 )  # fmt: skip
 
             world.capture.add(self, again)
@@ -71,6 +73,8 @@ class SimStream:
             src=src,
             attrs=attrs,
             stream_tail=self.tail,
+            takes_sms=takes_sms,
+            frees_sms=frees_sms,
         )
         self.tail = node
         return node
@@ -95,6 +99,7 @@ class SimStream:
 
     def synchronize(self) -> None:
         self.world.refuse_in_capture(f"synchronize {self.name}")
+        self.world.cluster.check_peers(self.world.rank)
         task = self.world.task()
         if self.tail is not None:
             self.world.engine.wait_host(task, self.tail, f"synchronize {self.name}")
@@ -125,6 +130,7 @@ class SimEvent:
 
     def synchronize(self) -> None:
         self.world.refuse_in_capture(f"synchronize {self.name}")
+        self.world.cluster.check_peers(self.world.rank)
         task = self.world.task()
         if self.marker is not None:
             self.world.engine.wait_host(task, self.marker, f"synchronize {self.name}")

@@ -34,7 +34,7 @@ def _heads(nodes: list[Node]) -> dict[Line, Node]:
 
 
 def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Node]) -> Record:
-    waits = task.waits or ("nothing",)
+    waits: tuple[Any, ...] = task.waits or ("nothing",)
     kind = waits[0]
     answer: dict[str, Any] = {"what": f"{kind} {waits[1]}" if len(waits) > 1 else kind, "needs": []}
     if kind == "collective":
@@ -63,9 +63,18 @@ def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], s
     record = node.record
     answer: dict[str, Any] = {"what": f"{record.kind} {record.name}", "needs": [], "head": record.name}
     meet = _unfinished_meet(cluster, record.after)
-    if meet is not None:
+    extra: dict[str, Any] = {}
+    if any(node is starved for starved in cluster.engine.starved.get(record.rank, ())):
+        free = cluster.engine.free_sms[record.rank]
+        answer["what"] = f"{node.takes_sms} SMs for {record.name}, {free} are free"
+        holders = [n for n in cluster.engine.unfinished() if n.record.rank == record.rank and n.frees_sms]
+        answer["needs"] = sorted({(n.record.rank, n.record.line) for n in holders} - {line})
+        names = ("sms", "holds_until_peers", "group", "index")
+        extra = {"launch": record.id} | {k: record.attrs[k] for k in names if k in record.attrs}
+    elif meet is not None:
         members = meet.members or {}
-        missing = [r for r in range(cluster.size) if r not in members]
+        expected = meet.record.attrs.get("members", range(cluster.size))
+        missing = [r for r in expected if r not in members]
         late = [r for r, member in members.items() if not member.done]
         answer |= {"group": meet.record.attrs["group"], "index": meet.record.attrs["index"], "missing": missing}
         answer["needs"] = [[r, _line_of(r, stuck)] for r in missing]
@@ -74,13 +83,13 @@ def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], s
             answer["mismatch"] = "COLLECTIVE_TYPE_MISMATCH"
             answer["needs"] = [[r, members[r].record.line] for r in members if r != record.rank]
     else:
-        blockers = [h for k, h in heads.items() if h.record.id in record.after and k != line]
-        answer["needs"] = [[h.record.rank, h.record.line] for h in blockers]
+        blockers = [n.record for n in cluster.engine.unfinished() if n.record.id in record.after]
+        answer["needs"] = sorted({(r.rank, r.line) for r in blockers} - {line})
     answer |= {"step": record.step, "layer": record.layer, "ubatch": record.ubatch, "point": record.point,
                "src": record.src}  # fmt: skip
     return Record(
         cluster.engine.new_id(), line[0], line[1], "blocked", record.name, step=record.step, layer=record.layer,
-        ubatch=record.ubatch, point=record.point, src=record.src, attrs={"waits_for": answer},
+        ubatch=record.ubatch, point=record.point, src=record.src, attrs={"waits_for": answer, **extra},
     )  # fmt: skip
 
 

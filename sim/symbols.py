@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from sim.world import SimWorld
 
 
+_BYTE_RUN = (1,)
+
+
 class Symbol:
     """A dense array `[rows, …]` in `buffer`, starting at byte `offset`."""
 
-    __slots__ = ("buffer", "dtype", "itemsize", "notes", "offset", "shape", "world")
+    __slots__ = ("buffer", "dtype", "itemsize", "nbytes", "notes", "offset", "shape", "world")
 
     def __init__(
         self, world: SimWorld, shape: Sequence[int], *, itemsize: int = 4, buffer: int | None = None, offset: int = 0,
         name: str = "", dtype: str = "float32",
     ) -> None:  # fmt: skip
         self.world = world
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = tuple(map(int, shape))
         self.itemsize = itemsize
+        self.nbytes = prod(self.shape) * itemsize
         self.dtype = dtype
         self.offset = offset
         self.buffer = world.engine.new_buffer(world.rank, name, self.nbytes) if buffer is None else buffer
         self.notes: dict[str, Any] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
-
     def access(self) -> Access:
         """The bytes of this array."""
-        return Access(self.buffer, self.offset, (max(self.nbytes, 0),), (1,))
+        return Access(self.buffer, self.offset, (self.nbytes,), _BYTE_RUN)
 
     def rows(self, start: int, stop: int) -> Symbol:
         """A view of rows [start, stop)."""
@@ -52,6 +52,10 @@ class Symbol:
         )  # fmt: skip
         view.notes = self.notes
         return view
+
+    def clone(self) -> Symbol:
+        """A copy, queued on the current stream."""
+        return launch(self.world, "copy", [self], self.shape, itemsize=self.itemsize)
 
     def __add__(self, other: Symbol) -> Symbol:
         return launch(self.world, "add", [self, other], self.shape, itemsize=self.itemsize)
@@ -69,14 +73,17 @@ def launch(
 ) -> Symbol:
     """Queue `name` on the current stream: it reads `reads`, writes `writes` and a fresh result of `shape`."""
     result = Symbol(world, shape, itemsize=itemsize, name=name)
-    written = (result.access(), *(w.access() for w in writes))
-    read = tuple(r.access() for r in reads)
-    nbytes = sum(a.sizes[0] for a in (*read, *written))
+    if duration_us is None:
+        duration_us = world.cost.kernel(result.nbytes + sum([s.nbytes for s in reads]) + sum([s.nbytes for s in writes]))
     world.current_stream().launch(
-        "op", name, reads=tuple(a for a in read if a.sizes[0]), writes=tuple(a for a in written if a.sizes[0]),
-        duration_us=world.cost.kernel(nbytes) if duration_us is None else duration_us, src=world.source(),
+        "op", name, reads=_accesses(reads), writes=_accesses((result, *writes)), duration_us=duration_us,
+        src=world.source(),
     )  # fmt: skip
     return result
+
+
+def _accesses(symbols: Sequence[Symbol]) -> tuple[Access, ...]:
+    return tuple([symbol.access() for symbol in symbols if symbol.nbytes])
 
 
 class SymbolTensors:
@@ -157,6 +164,9 @@ class SymbolRowOps:
     def unpack(self, routing: Symbol) -> tuple[Symbol, Symbol]:
         shape = (routing.shape[0], routing.shape[1] // 2)
         return launch(self.world, "unpack ids", [routing], shape), routing
+
+    def keep_ids(self, ids: Symbol, ends: Symbol) -> Symbol:
+        return launch(self.world, "keep ids", [ids, ends], ids.shape, itemsize=ids.itemsize)
 
     def reduce(self, rows: Symbol, ranks: int) -> Symbol:
         return launch(self.world, "reduce", [rows], (rows.shape[0] // ranks, rows.shape[1]))

@@ -209,6 +209,7 @@ class _Greenlets:
         self.scheduler = scheduler
         self._greenlet = greenlet
         self._hub = getcurrent()
+        self._starting: Task | None = None
 
     def prepare(self, task: Task) -> None:
         g = self._greenlet(lambda: self.scheduler.body(task), parent=self._hub)
@@ -216,13 +217,25 @@ class _Greenlets:
         task.vehicle = g
 
     def enter(self, task: Task) -> None:
-        task.vehicle.switch()
+        starting: Task | None = task
+        while starting is not None:
+            self._starting = None
+            starting.vehicle.switch()
+            starting = self._starting
 
     def leave(self, task: Task) -> None:
         following = self.scheduler.pick()
         if following is task:
             return
-        (self._hub if following is None else following.vehicle).switch()
+        if following is None:
+            self._hub.switch()
+        elif following.vehicle:
+            following.vehicle.switch()
+        else:
+            # A new greenlet begins at the recursion depth of whoever starts it: tasks that started each other would
+            # add theirs up, so the hub starts them all.
+            self._starting = following
+            self._hub.switch()
 
     def close(self) -> None:
         return None

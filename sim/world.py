@@ -12,10 +12,19 @@ import contextvars
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import FrameType
 from typing import Any
 
+from dbo.collector import collector_paused
 from dbo.trace import Trace
-from sim.alltoall.low_latency import Exchange, LowLatencyBuffer, SymbolPayload
+from sim.alltoall.copy_symbols import SymbolCopyPayload, SymbolCopyRows
+from sim.alltoall.elastic import ElasticBuffer
+from sim.alltoall.flat_symbols import SymbolFlatPayload
+from sim.alltoall.high_throughput import HighThroughputBuffer
+from sim.alltoall.low_latency import Exchange, LowLatencyBuffer, SymbolPayload, SymmetricWindow
+from sim.alltoall.symmetric import SymmetricMemory
+from sim.alltoall.symmetric_memory import Fabric
 from sim.collectives import DeviceMeeting, HostMeeting, SimGroup, peer_failed
 from sim.cost import CostTable
 from sim.engine import Engine, Node
@@ -32,7 +41,7 @@ Tags = tuple[int, int, int, str]
 class Launched:
     """What a run left: the trace, and per rank what the program returned or raised."""
 
-    trace: Trace
+    trace: Trace = field(repr=False)
     values: list[Any] = field(default_factory=list)
     errors: list[BaseException | None] = field(default_factory=list)
     deadlocked: bool = False
@@ -62,9 +71,10 @@ class Cluster:
         self.host_meetings: dict[Any, HostMeeting] = {}
         self.device_meetings: dict[Any, DeviceMeeting] = {}
         self.exchanges: dict[tuple[int, int], Exchange] = {}
-        self.low_latency_buffers: dict[int, list[int]] = {}
+        self.fabric = Fabric(self)
+        self.low_latency_windows = tuple(SymmetricWindow(self, f"low_latency.recv{i}") for i in range(2))
         self.failed: dict[int, BaseException] = {}
-        self.recovering: dict[int, int] = {}
+        self.recovering: dict[int, tuple[int, Task]] = {}
         self.deadlocked = False
         self.worlds = [SimWorld(self, rank) for rank in range(ranks)]
 
@@ -89,7 +99,6 @@ class Cluster:
         """`meet` cannot end before `member`."""
         assert meet.members is not None
         meet.members[rank] = member
-        meet.record.after = (*meet.record.after, member.record.id)
         self.engine.depend(meet, member)
 
     def host_meet(self, group: str, index: int, after: Sequence[int], at_us: float) -> int:
@@ -125,28 +134,40 @@ class Cluster:
 
     def recover(self, world: SimWorld, step: int) -> int:
         """All ranks meet after a failed step; communicators restart in a new epoch."""
-        self.recovering[world.rank] = step
+        self.recovering[world.rank] = (step, world.task())
         epoch = self.epoch
         if len(self.recovering) == self.size:
-            # What does not depend on the failed exchanges still runs, as it would on devices: uploads, earlier steps.
-            self.engine.progress(until_ready=False)
-            self.engine.drop(self.engine.unfinished())
-            self.engine.errors.clear()
-            self.host_meetings.clear()
-            self.device_meetings.clear()
-            self.exchanges.clear()
-            self.failed.clear()
-            self.epoch += 1
-            self._agreed = 1 + max(self.recovering.values())
-            self.recovering.clear()
-            for other in self.worlds:
-                other.restart()
-            for task in self.scheduler.tasks:
-                if task.waits is not None and task.waits[0] == "recover":
-                    self.scheduler.wake(task, world.task().now_us)
+            self._restart()
         while self.epoch == epoch:
             self.scheduler.block(("recover", step))
         return self._agreed
+
+    def _restart(self) -> None:
+        """Let the devices run dry, forget what can never run, and begin a new epoch after all of that."""
+        # What does not depend on the failed exchanges still runs, as it would on devices: uploads, earlier steps.
+        self.engine.progress(until_ready=False)
+        self.engine.drop(self.engine.unfinished())
+        self.engine.errors.clear()
+        tasks = [self.recovering[world.rank][1] for world in self.worlds]
+        # The last that ran on each device line; a stream's tail may lie behind something that never can.
+        last = {(record.rank, record.line): record.id for record in self.trace.records if record.on_device}
+        records = []
+        for world, task in zip(self.worlds, tasks, strict=True):
+            task.edges += [record for (rank, _), record in last.items() if rank == world.rank]
+            records.append(self.engine.host_record(task, "recover", attrs={"epoch": self.epoch + 1}))
+        meet = self.host_meet("recover", self.epoch, records, max(task.now_us for task in tasks))
+        self.host_meetings.clear()
+        self.device_meetings.clear()
+        self.exchanges.clear()
+        self.failed.clear()
+        self.epoch += 1
+        self._agreed = 1 + max(step for step, _ in self.recovering.values())
+        self.recovering.clear()
+        for world, task in zip(self.worlds, tasks, strict=True):
+            world.restart()
+            task.edges.append(meet)
+            if task.waits is not None and task.waits[0] == "recover":
+                self.scheduler.wake(task)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +205,8 @@ class SimWorld:
         self.device: Any = None
         if self.mode == "numeric":
             from dbo.moe.nccl_ops import TorchRowOps
+            from sim.alltoall.copy_numeric import FusedCopyRows, NumericCopyPayload
+            from sim.alltoall.flat_numeric import NumericFlatPayload
             from sim.alltoall.numeric_payload import NumericPayload
             from sim.numeric import NumericDevice, NumericTensors
 
@@ -191,11 +214,19 @@ class SimWorld:
             self.tensors: Any = NumericTensors(self)
             payload: Any = NumericPayload(self)
             self.row_ops: Any = TorchRowOps()
+            flat: Any = NumericFlatPayload(self)
+            copies: Any = NumericCopyPayload(self)
+            self.copy_rows: Any = FusedCopyRows(self)
         else:
             self.tensors = SymbolTensors(self)
             payload = SymbolPayload(self)
             self.row_ops = SymbolRowOps(self)
+            flat, copies = SymbolFlatPayload(self), SymbolCopyPayload(self)
+            self.copy_rows = SymbolCopyRows(self)
         self.low_latency = LowLatencyBuffer(self, payload)
+        self.high_throughput = HighThroughputBuffer(self, flat)
+        self.elastic = ElasticBuffer(self, flat)
+        self.symmetric = SymmetricMemory(self, copies, cluster.fabric)
 
     def task(self) -> Task:
         """The calling host task."""
@@ -212,6 +243,9 @@ class SimWorld:
         self.group.restart()
         self.control.restart()
         self.low_latency.restart()
+        self.high_throughput.restart()
+        self.elastic.restart()
+        self.symmetric.restart()
 
     def event(self, name: str) -> SimEvent:
         return SimEvent(self, name)
@@ -278,13 +312,19 @@ class SimWorld:
 
     def source(self) -> str:
         """ "package/file.py:line" of the nearest caller outside the simulator."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            name = frame.f_globals.get("__name__", "")
-            if not name.startswith(("sim.", "torch", "contextlib")):
-                return f"{name.replace('.', '/')}.py:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
+            path = _path_of(frame.f_globals.get("__name__", ""))
+            if path:
+                return f"{path}:{frame.f_lineno}"
+            frame = frame.f_back
         return ""
+
+
+@cache
+def _path_of(module: str) -> str:
+    """The file of a module as reports show it; empty for the simulator and what lies between it and its caller."""
+    return "" if module.startswith(("sim.", "torch", "contextlib")) else f"{module.replace('.', '/')}.py"
 
 
 class ContextState:
@@ -324,7 +364,7 @@ class SimRecorder:
 
 
 def launch(
-    program: Callable[[SimWorld], Any],
+    program: Callable[[Any], Any],
     *,
     ranks: int,
     mode: str = "numeric",
@@ -343,14 +383,21 @@ def launch(
     values: list[Any] = [None] * ranks
 
     def main(world: SimWorld) -> None:
-        values[world.rank] = program(world)
+        try:
+            values[world.rank] = program(world)
+        except Exception as error:  # it ends this rank's program; the trace says so, too
+            world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
+            raise
 
     tasks = [cluster.spawn(w, lambda w=w: main(w), "main") for w in cluster.worlds]  # type: ignore[misc]
-    cluster.scheduler.run()
     if mode == "numeric":
         from sim.numeric import release
 
+        cluster.scheduler.run()
         release()
+    else:
+        with collector_paused():  # not with numbers: there it frees tensors
+            cluster.scheduler.run()
     errors = [None if isinstance(t.error, TaskKilled) else t.error for t in tasks]
     return Launched(
         trace=cluster.trace, values=values, errors=errors, deadlocked=cluster.deadlocked,

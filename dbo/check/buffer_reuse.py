@@ -1,31 +1,33 @@
 """buffer-reuse: ordered, but the bytes belong to somebody else by then.
 
-Four rules: the numbered calls of a low-latency exchange, owner tags (`tags` on writes, `expects` on reads: buffer id ->
-whose data), buffers that belong to one ubatch, and buffers that were freed before an operation on them was launched.
+Five rules: the numbered calls of a low-latency exchange, owner tags (`tags` on writes, `expects` on reads: buffer id ->
+whose data), buffers that belong to one ubatch, buffers that were freed before an operation on them was launched, and flags
+between ranks.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dbo.check import low_latency
+from dbo.check import low_latency, signals
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
 from dbo.trace import Record, Trace
 
 ID = "buffer-reuse"
 SENTENCE = "an operation uses bytes that hold, or are about to hold, somebody else's data"
-UNIT = "low-latency calls, tagged reads, accesses of owned and of freed buffers"
+UNIT = "low-latency calls, tagged reads, accesses of owned and of freed buffers, signals"
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
-    """Applies the four rules."""
+    """Applies the five rules."""
     found = Findings(ID)
     low_latency.judge_calls(trace, happens, found)
     low_latency.judge_held_results(trace, found)
     _tags(trace, happens, found)
     _owners(trace, found)
     _freed(trace, happens, found)
+    signals.judge_signals(trace, happens, found)
     return found
 
 
@@ -57,17 +59,25 @@ def _judge_tag(
     found: Findings,
 ) -> None:
     last: tuple[Record, Any] | None = None
+    beside: tuple[Record, Any] | None = None
     for write, written in reversed(writes):
         if happens.ordered(write.id, read.id):
             last = last or (write, written)
-        elif _plain(written) == _plain(tag) and not happens.ordered(read.id, write.id):
-            return  # the expected write races with the read: a missing wait, which stream-race reports
-    if last is None or _plain(last[1]) == _plain(tag):
+        elif not happens.ordered(read.id, write.id):
+            if _plain(written) == _plain(tag):
+                return  # the expected write races with the read: a missing wait, which stream-race reports
+            beside = (write, written)
+    if last is None:
         return
+    finds = "finds"
+    if _plain(last[1]) == _plain(tag):
+        if beside is None:
+            return
+        last, finds = beside, "can find"
     info = trace.buffers.get(buffer)
     found.violate(
         f"{read.name} (#{read.id}, ubatch {read.ubatch} of rank {read.rank}) expects {_show(tag)} in "
-        f"{info.name if info else f'buffer {buffer}'} and finds {_show(last[1])}, written by {last[0].name} "
+        f"{info.name if info else f'buffer {buffer}'} and {finds} {_show(last[1])}, written by {last[0].name} "
         f"(#{last[0].id})",
         read,
         last[0].id,

@@ -62,12 +62,31 @@ def _judge(key: _Key, joined: dict[int, Record], trace: Trace, failed: bool, fou
                     other.id,
                 )
                 return True
+    if _judge_counts(spot, joined, found):
+        return True
     missing = sorted(_expected(first, joined) - joined.keys())
     if missing and trace.meta.get("complete", True) and not failed:
         names = ", ".join(f"rank {rank}" for rank in missing)
         what = f"{spot} ({first.attrs['op']}, tag={first.attrs['tag']})"
         found.violate(f"{what} never sees {names}", first, rank=missing[0])
         return True
+    return False
+
+
+def _judge_counts(spot: str, joined: dict[int, Record], found: Findings) -> bool:
+    """Rows that one member sends another are the rows that the other one expects from it."""
+    for a, mine in joined.items():
+        for b, other in joined.items():
+            if "sends" not in mine.attrs or "receives" not in other.attrs:
+                continue
+            sent, expected = mine.attrs["sends"][b], other.attrs["receives"][a]
+            if sent != expected:
+                found.violate(
+                    f"{spot} differs in size: rank {a} sends rank {b} {sent} rows, rank {b} expects {expected}",
+                    mine if a >= b else other,
+                    other.id if a >= b else mine.id,
+                )
+                return True
     return False
 
 

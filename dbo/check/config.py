@@ -1,4 +1,4 @@
-"""config: ranks run with different effective configurations."""
+"""config: ranks run with different effective configurations, or die of one that they accepted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dbo.check.violation import Findings, need
 from dbo.trace import Trace
 
 ID = "config"
-SENTENCE = "ranks are configured differently, so nothing that they decide or exchange can be trusted to agree"
+SENTENCE = "ranks are configured differently, or a rank dies in set-up of a configuration that it accepted"
 UNIT = "configurations compared"
+
+_REFUSALS = frozenset(("ConfigError", "NotAvailable", "UsageError", "PeerFailed"))
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
@@ -29,7 +31,25 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
                 record,
                 first.id,
             )
+    _judge_setup(trace, found)
     return found
+
+
+def _judge_setup(trace: Trace, found: Findings) -> None:
+    """What cannot work is refused by name before it is accepted; it does not die of something else on the way."""
+    accepted = {record.rank: record for record in trace.of_kind("config")}
+    started = {record.rank for record in trace.of_kind("step.begin")}
+    for record in trace.of_kind("error"):
+        config = accepted.get(record.rank)
+        if config is None or record.rank in started or record.line != "main" or record.attrs.get("type") in _REFUSALS:
+            continue
+        found.violate(
+            f"rank {record.rank} accepted its configuration and died in set-up with {need(record, 'type')}: "
+            f"{record.attrs.get('message', '')}; refuse it by name before it is accepted",
+            record,
+            config.id,
+        )
+        return
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:

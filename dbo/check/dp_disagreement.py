@@ -36,6 +36,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
             if record is not first:
                 _compare(first, record, found)
             _compare_with_deeds(record, done, found)
+    _compare_graphs(trace, found)
     return found
 
 
@@ -73,6 +74,24 @@ def _difference(a: Any, b: Any) -> str:
         names = [name for name in sorted({*a, *b}, key=lambda n: (n == "reason", n)) if a.get(name) != b.get(name)]
         return "; ".join(f"{name}={a.get(name)} and {name}={b.get(name)}" for name in names)
     return f"{a} and {b}"
+
+
+def _compare_graphs(trace: Trace, found: Findings) -> None:
+    """In every step all ranks look up the same graph."""
+    first: dict[tuple[int, int], Record] = {}
+    seen: dict[tuple[int, int], int] = {}
+    for record in sorted(trace.of_kind("graph.get"), key=lambda r: (r.rank, r.id)):
+        at = seen[record.rank, record.step] = seen.get((record.rank, record.step), -1) + 1
+        other = first.setdefault((record.step, at), record)
+        found.checked += 1
+        mine, theirs = need(other, "key"), need(record, "key")
+        if mine != theirs:
+            found.violate(
+                f"step {record.step}: rank {other.rank} and rank {record.rank} look up different graphs: "
+                f"{_difference(mine, theirs)}",
+                record,
+                other.id,
+            )
 
 
 def _compare_with_deeds(record: Record, done: _Done, found: Findings) -> None:

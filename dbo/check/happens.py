@@ -13,14 +13,35 @@ Meetings (rank -1) lie on no line: they are ordered by `after` alone, have no en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from dbo.collector import collector_paused
 from dbo.errors import UsageError, refusal
 from dbo.trace import Record, Trace
 
 _Local = tuple[int, ...]
 _MANY = 8
 """A record after more sources than this is taken for a member of a collective."""
+
+
+class Frontier:
+    """The last of some records on every line they lie on: who comes after the frontier comes after all of them."""
+
+    def __init__(self, last: dict[int, int]) -> None:
+        self._lines = np.fromiter(last.keys(), dtype=np.int64, count=len(last))
+        self._counts = np.fromiter(last.values(), dtype=np.int64, count=len(last))
+        self._unseen: dict[int, list[tuple[int, int]]] = {}
+
+    def unseen(self, shared: int, clock: np.ndarray) -> list[tuple[int, int]]:
+        """(line, count) of what the shared clock number `shared` does not know. Many records have one shared clock."""
+        known = self._unseen.get(shared)
+        if known is None:
+            late = np.flatnonzero(clock[self._lines] < self._counts)
+            known = list(zip(self._lines[late].tolist(), self._counts[late].tolist(), strict=True))
+            self._unseen[shared] = known
+        return known
 
 
 class HappensBefore:
@@ -38,8 +59,9 @@ class HappensBefore:
         self.position: dict[int, int] = {record.id: at for at, record in enumerate(trace.records)}
         if len(self.position) != len(trace.records):
             raise UsageError(refusal("record ids are unique", "record the trace again", records=len(trace.records)))
-        self._number_lines()
-        self._walk()
+        with collector_paused():
+            self._number_lines()
+            self._walk()
 
     def ordered(self, a: int, b: int) -> bool:
         """True when record `a` happens before record `b` (ids) in every execution of the same partial order."""
@@ -59,6 +81,29 @@ class HappensBefore:
     def concurrent(self, a: int, b: int) -> bool:
         """True when neither record happens before the other."""
         return a != b and not self.ordered(a, b) and not self.ordered(b, a)
+
+    def frontier(self, ids: Iterable[int]) -> Frontier:
+        """The frontier of some records; none of them a meeting."""
+        last: dict[int, int] = {}
+        for id in ids:
+            at = self.position[id]
+            line = self._line[at]
+            last[line] = max(last.get(line, 0), self._count[at])
+        return Frontier(last)
+
+    def follows(self, id: int, frontier: Frontier) -> bool:
+        """True when all records of `frontier` happen before record `id`."""
+        at = self.position[id]
+        shared, own = self._global[at], self._line[at]
+        first, last = self._span[at]
+        local = self._local[at]
+        for line, count in frontier.unseen(shared, self._arrays[shared]):
+            if line == own:
+                if count >= self._count[at]:
+                    return False
+            elif not first <= line < last or local[line - first] < count:
+                return False
+        return True
 
     def record(self, id: int) -> Record:
         return self.records[self.position[id]]

@@ -85,6 +85,7 @@ def _local(seq_len: int, layout: dict[str, int]) -> int:
 
 
 def _judge(record: Record, parent: _Plan, ubatches: list[_Plan], points: Any, found: Findings) -> None:
+    _judge_lengths(record, parent, found)
     bounds = _bounds(parent, ubatches, points)
     for index, ubatch in enumerate(ubatches):
         start, stop = bounds[index], bounds[index + 1]
@@ -115,6 +116,18 @@ def _judge(record: Record, parent: _Plan, ubatches: list[_Plan], points: Any, fo
                     record,
                     ubatch=index,
                 )
+
+
+def _judge_lengths(record: Record, batch: _Plan, found: Findings) -> None:
+    """Fields with a value a token have one for every row that runs, before anything is cut."""
+    for name in ("slot_mapping", "positions"):
+        found.checked += 1
+        if len(batch[name]) != batch["num_tokens_padded"]:
+            found.violate(
+                f"{name} of the batch (rank {record.rank}, step {record.step}) has {len(batch[name])} entries for "
+                f"{batch['num_tokens_padded']} token rows: its slices are short or empty",
+                record,
+            )
 
 
 def _bounds(parent: _Plan, ubatches: list[_Plan], points: Any) -> list[int]:

@@ -1,8 +1,9 @@
 """no-overlap: right answers, nothing hidden.
 
-Two witnesses. A communication that starts later than its own producer's end, because the last thing it waited for is
+Three witnesses. A communication that starts later than its own producer's end, because the last thing it waited for is
 the other ubatch's compute (its event was recorded after the yield), or the mirror image: compute that waits for the
-other ubatch's communication. And a hidden share far below what the issue order allows.
+other ubatch's communication. A hidden share far below what the issue order allows.
+And steps that run without the graph that every rank wants (`dbo.check.ladder`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
+from dbo.check.ladder import judge_ladder
 from dbo.check.overlap import is_communication, measure, split_steps
 from dbo.check.violation import Findings
 from dbo.trace import Record, Trace
@@ -35,26 +37,30 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     split = split_steps(trace)
     last: dict[tuple[int, int, int, bool], Record] = {}
     late: dict[tuple[int, int, str], list[_Late]] = {}
+    travelling: list[Record] = []
     early = False
     for record in sorted(trace.records, key=lambda r: r.id):
         key = (record.rank, record.step)
         if not record.on_device or record.ubatch < 0 or key not in split or record.kind in ("record", "wait"):
             continue
-        travels = is_communication(record)
+        travels = _travels(record)
         producer = last.get((*key, record.ubatch, not travels))
         last[(*key, record.ubatch, travels)] = record
         found.checked += 1
         if producer is None:
             continue
+        if travels:
+            travelling.append(record)
         early = early or (travels and _is_early(record, producer))
-        culprit = _waited_for(record, happens)
+        culprit = _waited_for(record, producer, happens)
         if culprit is not None and record.t_us - producer.end_us > _SLACK_US:
             place = (record.rank, record.ubatch, record.point or record.name)
             late.setdefault(place, []).append(_Late(record, producer, culprit))
     for cases in late.values():
         _add(cases, found)
-    if not late and not early:
+    if not late and not early and any(_is_unexplained(record, happens) for record in travelling):
         _judge_share(trace, happens, found)
+    judge_ladder(trace, found)
     return found
 
 
@@ -89,10 +95,11 @@ def _judge_share(trace: Trace, happens: HappensBefore, found: Findings) -> None:
         )
 
 
-def _waited_for(record: Record, happens: HappensBefore) -> Record | None:
+def _waited_for(record: Record, producer: Record, happens: HappensBefore) -> Record | None:
     """The last thing that `record` waited for, if that is another ubatch's work on the other side of the same rank.
 
-    Followed through this ubatch's own events only: what a stream's queue imposes is the schedule's doing.
+    Followed through the producer's event, or one that `record`'s own point captured: what the queue of its own stream
+    imposes, or of the other one on another point without work, is the schedule's doing.
     """
     current = record
     while True:
@@ -107,11 +114,31 @@ def _waited_for(record: Record, happens: HappensBefore) -> Record | None:
             return None
         if current.kind not in _MARKERS:
             break
-        if current.ubatch != record.ubatch:
+        if current.line == record.line:
+            if current.ubatch != record.ubatch:
+                return None
+        elif current.ubatch == record.ubatch and current.point not in ("", producer.point, record.point):
             return None
-    other_side = current.on_device and is_communication(current) is not is_communication(record)
+    other_side = current.on_device and _travels(current) is not _travels(record)
     is_foreign = other_side and current.ubatch >= 0 and current.ubatch != record.ubatch
     return current if is_foreign and not any_overlap(record.reads, current.writes) else None
+
+
+def _is_unexplained(record: Record, happens: HappensBefore) -> bool:
+    """Whether `record` starts later than its stream's queue, its events and its peers let it.
+
+    Where nothing does, a small hidden share is the schedule's own: exchanges queue behind each other, which the ideal
+    share leaves out.
+    """
+    before = happens.previous_on_line(record.id)
+    sources = [happens.record(id) for id in record.after] + ([before] if before is not None else [])
+    ready_us = max((r.end_us for r in sources if r.on_device or r.kind == "meet"), default=0.0)
+    return record.t_us > ready_us + _SLACK_US
+
+
+def _travels(record: Record) -> bool:
+    """Communication, and what is done for it on its own stream: packing rows, summing what came."""
+    return is_communication(record) or record.line == "comm"
 
 
 def _is_early(record: Record, producer: Record) -> bool:

@@ -1,4 +1,5 @@
-"""padding-leak: padding rows travel to experts, or write their KV outside the null block."""
+"""padding-leak: padding rows travel to experts, write their KV outside the null block, change real rows, or are not needed.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +7,30 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
+from dbo.coordinate import NUM_ROWS, ROW_PADDED
 from dbo.trace import Record, Trace
 
 ID = "padding-leak"
 SENTENCE = "padding rows take part where only real rows may"
-UNIT = "dispatches and (u)batches"
+UNIT = "dispatches, (u)batches, decisions, comparisons that vary the padding"
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
-    """Dispatches send real rows only; slots of padding rows lie in the reserved block."""
+    """Dispatches send real rows only; slots of padding rows lie in the reserved block.
+
+    What padding holds changes no real row (a `numeric` record with varied="padding"); a step that is neither split nor a
+    graph pads no rank beyond its own count.
+    """
     found = Findings(ID)
     for record in trace.records:
         if record.kind == "send" and need(record, "op") == "dispatch":
             _judge_rows(record, need(record, "rows"), need(record, "real"), found)
         elif record.kind != "send" and record.point == "D.send" and {"rows", "real"} <= record.attrs.keys():
             _judge_rows(record, record.attrs["rows"], record.attrs["real"], found)
+        elif record.kind == "decide":
+            _judge_need(record, found)
+        elif record.kind == "numeric" and record.attrs.get("varied") == "padding":
+            _judge_influence(record, found)
         elif record.kind == "slices":
             block_size = _block_size(record, trace)
             _judge_slots(record, -1, need(record, "parent"), block_size, found)
@@ -35,6 +45,34 @@ def _judge_rows(record: Record, rows: int, real: int, found: Findings) -> None:
         found.violate(
             f"ubatch {record.ubatch} of rank {record.rank} dispatches {rows} rows in layer {record.layer} (step "
             f"{record.step}) of which {real} are real: padding carries expert id -1 and stays",
+            record,
+        )
+
+
+def _judge_need(record: Record, found: Findings) -> None:
+    table, decision = record.attrs.get("table", ()), record.attrs.get("decision", {})
+    if len(table) != NUM_ROWS or decision["split"] or decision["all_idle"] or decision["cudagraph_mode"] == "FULL":
+        return
+    found.checked += 1
+    for rank, rows in enumerate(decision["num_tokens_padded"]):
+        own = max(table[ROW_PADDED][rank], 1)
+        if rows > own:
+            found.violate(
+                f"rank {rank} runs {rows} rows in step {record.step} where its own count is {own}: a step that is "
+                f"neither split nor a graph needs no padding to a common size",
+                record,
+                rank=rank,
+            )
+            return
+
+
+def _judge_influence(record: Record, found: Findings) -> None:
+    found.checked += 1
+    error, limit = float(need(record, "error")), float(need(record, "limit"))
+    if not error <= limit:
+        found.violate(
+            f"{need(record, 'name')} of rank {record.rank} changes by {error:.3g} when only padding rows change "
+            f"({need(record, 'reference')}): padding is selected away, not multiplied by 0",
             record,
         )
 

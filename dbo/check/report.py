@@ -13,6 +13,7 @@ from dbo.check.choices import Choice, observed
 from dbo.check.happens import HappensBefore
 from dbo.check.verdict import Verdict
 from dbo.check.violation import Findings, Violation
+from dbo.collector import collector_paused
 from dbo.trace import Trace
 
 
@@ -77,8 +78,9 @@ def judge(
         from dbo.check import DETECTORS
 
         detectors = DETECTORS
-    happens = happens or HappensBefore(trace)
-    findings: list[Findings] = [detector.detect(trace, happens) for detector in detectors]
+    with collector_paused():
+        happens = happens or HappensBefore(trace)
+        findings: list[Findings] = [detector.detect(trace, happens) for detector in detectors]
     if expect_raise:
         for one in findings:
             one.violations = [v for v in one.violations if not v.handled]

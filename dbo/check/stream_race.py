@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 from dbo.accesses import overlaps
 from dbo.check.happens import HappensBefore
+from dbo.check.phases import in_phases
 from dbo.check.violation import Findings
 from dbo.trace import Access, BufferInfo, Record, Trace
 
 ID = "stream-race"
 SENTENCE = "a read is not ordered after its write, or a write after an earlier read or write"
 UNIT = "accesses of bytes"
+
+
+_Touch = tuple[Access, bool, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +45,19 @@ def _use(access: Access, writes: bool, record: Record) -> _Use:
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """One violation for each pair of operations (by name, stream and buffer) that race; its first pair is shown."""
     found = Findings(ID)
-    uses: dict[int, list[_Use]] = {}
+    by_buffer: dict[int, list[_Touch]] = {}
     for record in trace.records:
         for access in record.reads:
-            uses.setdefault(access.buffer, []).append(_use(access, False, record))
+            by_buffer.setdefault(access.buffer, []).append((access, False, record))
         for access in record.writes:
-            uses.setdefault(access.buffer, []).append(_use(access, True, record))
+            by_buffer.setdefault(access.buffer, []).append((access, True, record))
     seen: set[tuple[object, ...]] = set()
-    for buffer, accesses in uses.items():
-        found.checked += len(accesses)
-        if _can_race(accesses):
+    for buffer, touches in by_buffer.items():
+        found.checked += len(touches)
+        if not _can_race(touches):
+            continue
+        accesses = [_use(*touch) for touch in touches]
+        if not in_phases(accesses, happens):
             for first, second in _races(accesses, happens):
                 key = (_kind(first), _kind(second))
                 if key not in seen:
@@ -59,10 +66,13 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     return found
 
 
-def _can_race(uses: list[_Use]) -> bool:
-    first = uses[0].record
-    many = any((use.record.line, use.record.rank) != (first.line, first.rank) for use in uses)
-    return many and any(use.writes for use in uses)
+def _can_race(touches: list[_Touch]) -> bool:
+    """Whether several lines come here, one of them to write."""
+    line, rank = touches[0][2].line, touches[0][2].rank
+    for _, _, record in touches:
+        if record.line != line or record.rank != rank:
+            return any(writes for _, writes, _ in touches)
+    return False
 
 
 def _races(uses: Iterable[_Use], happens: HappensBefore) -> Iterator[tuple[_Use, _Use]]:
@@ -99,7 +109,9 @@ def _kind(use: _Use) -> tuple[object, ...]:
 
 def _add(found: Findings, buffer: BufferInfo | None, first: _Use, second: _Use, happens: HappensBefore) -> None:
     a, b = first.record, second.record
-    name = f"{buffer.name} of rank {buffer.rank}" if buffer is not None else f"buffer {first.access.buffer}"
+    name = f"buffer {first.access.buffer}" if buffer is None else buffer.name
+    if buffer is not None and buffer.rank >= 0:
+        name += f" of rank {buffer.rank}"
     found.violate(
         f"{name}: {_verb(first.writes)} by {_who(a)} and {_verb(second.writes)} by {_who(b)} touch the same bytes in "
         f"no fixed order; {happens.missing_edge(a.id, b.id)}",

@@ -112,7 +112,8 @@ def _layer(result: CheckResult) -> str:
 def _overlap(result: CheckResult) -> str:
     overlap = result.overlap
     if overlap.hidden_share is None:
-        return "overlap: not measured, no step was split"
+        split = any(step.split for step in result.steps)
+        return f"overlap: not measured, {'exchanges take no time of their own here' if split else 'no step was split'}"
     ideal = "" if overlap.ideal_share is None else f" (the schedule's own ideal: {overlap.ideal_share:.1%})"
     return f"overlap: {overlap.hidden_share:.1%} of communication hidden{ideal}, {overlap.exposed_us:.1f} µs exposed"
 
@@ -132,7 +133,8 @@ def _reference(reference: Reference) -> str:
     error = (
         "" if reference.max_rel_err is None else f", largest relative error of the logits {reference.max_rel_err:.2g}"
     )
-    lines = [f"reference: greedy tokens {equal} the same model unsplit on one rank{error}"]
+    ties = f" ({reference.ties} requests part at a tie of the reference)" if reference.ties else ""
+    lines = [f"reference: greedy tokens {equal} the same model unsplit on one rank{ties}{error}"]
     if reference.serial_equal is not None:
         bits = "bit-equal to" if reference.serial_equal else "NOT bit-equal to"
         lines.append(f"serial twin: logits {bits} the same halves one after another")

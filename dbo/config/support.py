@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dbo.config import facts
 from dbo.errors import NotAvailable, refusal
 
 if TYPE_CHECKING:
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
 IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
     "sim": {
-        "all2all_backend": frozenset({"deepep_low_latency", "nccl"}),
+        "all2all_backend": frozenset(facts.BACKENDS),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
         "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),
     },
     "gpu": {
-        "all2all_backend": frozenset({"deepep_low_latency", "nccl"}),
-        "cudagraph_mode": frozenset({"NONE"}),
+        "all2all_backend": frozenset({"deepep_low_latency", "deepep_high_throughput", "nccl"}),
+        "cudagraph_mode": frozenset({"NONE", "FULL"}),
         "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),
     },

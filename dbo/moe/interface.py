@@ -55,3 +55,6 @@ class FusedMoEPrepareAndFinalizeModular(Protocol):
 
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
         """Send results back; the receiver returns `[T, H]`."""
+
+    def copy_out(self, combined: Any) -> Any:
+        """Point "copy": fill the layer's own `[T, H]` from what combine's receiver returned, on the current stream."""

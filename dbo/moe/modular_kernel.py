@@ -42,6 +42,7 @@ class FusedMoEModularKernel:
             "MLP": call.mlp,
             "C.send": call.combine_send,
             "C.recv": call.combine_recv,
+            "copy": call.copy_out,
         }
         if self.shared_experts is not None:
             thunks["S"] = call.shared
@@ -82,6 +83,9 @@ class _Call:
 
     def combine_recv(self) -> None:
         self.routed = self.receive()
+
+    def copy_out(self) -> None:
+        self.routed = self.kernel.prepare_finalize.copy_out(self.routed)
 
 
 def _start(started: Receiver | tuple[Hook, Receiver]) -> Receiver:

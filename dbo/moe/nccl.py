@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from dbo.contract import World
 from dbo.forward_context import get_forward_context
+from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, Receiver
 
 
@@ -34,24 +35,20 @@ class RowOps(Protocol):
 
 
 class NcclPrepareAndFinalize:
-    """Dispatch and combine of one rank, for all layers and ubatches.
-
-    The exchange may run on another stream than the work around it. What crosses over is told to the allocator by
-    `record_stream`, so that its bytes are not handed out again while the other stream still uses them.
-    """
+    """Dispatch and combine of one rank, for all layers and ubatches."""
 
     layout = "flat"
 
     def __init__(self, world: World, *, num_experts: int) -> None:
-        self.world = world
         self.group = world.group
         self.ops: RowOps = world.row_ops
         self.local_experts = num_experts // self.group.size
+        self._streams = CrossStream(world)
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(a1.shape[0])
-        self._used_here(a1, topk_weights, topk_ids)
+        self._streams.used_here(a1, topk_weights, topk_ids)
         rows, routing = self.ops.pack(a1, topk_weights, topk_ids, ranks, self.local_experts)
         got_rows = self.ops.empty_rows(rows, sum(theirs))
         got_routing = self.ops.empty_rows(routing, sum(theirs))
@@ -59,9 +56,9 @@ class NcclPrepareAndFinalize:
         self.group.all_to_all_single(got_routing, routing, theirs, mine)
 
         def receive() -> ExpertInputs:
-            self._used_here(got_rows, got_routing)
+            self._streams.used_here(got_rows, got_routing)
             ids, weights = self.ops.unpack(got_routing)
-            self._used_by_compute(got_rows, ids, weights)
+            self._streams.used_by_compute(got_rows, ids, weights)
             return ExpertInputs(layout="flat", x=got_rows, topk_ids=ids, topk_weights=weights)
 
         return receive
@@ -69,27 +66,20 @@ class NcclPrepareAndFinalize:
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         ranks = self.group.size
         mine, theirs = self._splits(topk_ids.shape[0])
-        self._used_here(expert_out)
+        self._streams.used_here(expert_out)
         got = self.ops.empty_rows(expert_out, sum(mine))
         self.group.all_to_all_single(got, expert_out, mine, theirs)
 
         def receive() -> Any:
-            self._used_here(got)
+            self._streams.used_here(got)
             combined = self.ops.reduce(got, ranks)
-            self._used_by_compute(combined)
+            self._streams.used_by_compute(combined)
             return combined
 
         return receive
 
-    def _used_here(self, *arrays: Any) -> None:
-        """The current stream uses arrays that may belong to the other one."""
-        for array in arrays:
-            self.world.tensors.record_stream(array, self.world.current_stream())
-
-    def _used_by_compute(self, *arrays: Any) -> None:
-        """What a receiver returns is used on the compute stream, wherever it was made."""
-        for array in arrays:
-            self.world.tensors.record_stream(array, self.world.compute)
+    def copy_out(self, combined: Any) -> Any:
+        return self._streams.copy_out(combined)
 
     def _splits(self, tokens: int) -> tuple[list[int], list[int]]:
         """Rows to and from each peer in dispatch. All counts come from the shared decision."""

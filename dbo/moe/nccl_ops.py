@@ -1,4 +1,4 @@
-"""Torch row operations around the `nccl` backend's exchanges (needs torch). Static shapes, no host reads."""
+"""Torch row operations around exchanges, first of all the `nccl` backend's (needs torch). Static shapes, no host reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from torch import Tensor
 
 
 class TorchRowOps:
-    """See `dbo.moe.nccl.RowOps` for shapes."""
+    """See `dbo.moe.nccl.RowOps` and `dbo.moe.deepep_v2.ValidRows` for shapes."""
 
-    def pack(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, ranks: int, local_experts: int):  # noqa: ANN201
+    def pack(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, ranks: int, local_experts: int
+    ) -> tuple[Tensor, Tensor]:
         first = torch.arange(ranks, device=x.device).view(ranks, 1, 1) * local_experts
         local = topk_ids.unsqueeze(0) - first
         here = (local >= 0) & (local < local_experts) & (topk_ids >= 0)
@@ -26,6 +28,10 @@ class TorchRowOps:
     def unpack(self, routing: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = routing.chunk(2, dim=-1)
         return ids.to(torch.int64), weights
+
+    def keep_ids(self, ids: Tensor, ends: Tensor) -> Tensor:
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        return ids.masked_fill((rows >= ends[-1])[:, None], -1)
 
     def reduce(self, rows: Tensor, ranks: int) -> Tensor:
         return rows.view(ranks, -1, rows.shape[-1]).float().sum(0).to(rows.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from dbo.errors import ScheduleError, refusal
@@ -71,26 +72,26 @@ class Program:
     items: tuple[Item, ...]
     backends: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def points(self) -> tuple[Point, ...]:
         return tuple(item for item in self.items if isinstance(item, Point))
 
-    @property
+    @cached_property
     def yields(self) -> int:
         return sum(isinstance(item, Yield) for item in self.items)
 
-    @property
+    @cached_property
     def hooks(self) -> bool:
         """Whether some item runs a peer's receive hook."""
         return any(isinstance(item, Hook) for item in self.items)
 
-    @property
+    @cached_property
     def carries(self) -> bool:
         """Whether combine's wait is carried into the next layer: `C.recv` stands before `A0`."""
         names = [point.name for point in self.points]
         return "C.recv" in names and "A0" in names and names.index("C.recv") < names.index("A0")
 
-    @property
+    @cached_property
     def folded(self) -> tuple[Item, ...]:
         """The items with a carried wait moved behind the layer that it belongs to.
 
@@ -120,11 +121,21 @@ class Program:
         Those of A0 are the outputs of the layer before. Neighbours on different streams without such an edge
         (`C.send@comm S`) need a change of stream, not a wait.
         """
-        names = {p.name for p in self.points}
-        outputs = ("S", "copy" if "copy" in names else "C.recv")
-        producers = outputs if point == "A0" else (PRODUCERS[point],)
-        stream = self.stream_of(point)
-        return tuple(producer for producer in producers if self.stream_of(producer) != stream)
+        self.stream_of(point)  # refuses a point that is not here
+        return self._waits[point]
+
+    @cached_property
+    def _waits(self) -> dict[str, tuple[str, ...]]:
+        stream_of = {p.name: p.stream for p in self.points}
+        outputs = ("S", "copy" if "copy" in stream_of else "C.recv")
+        return {
+            point: tuple(
+                producer
+                for producer in (outputs if point == "A0" else (PRODUCERS[point],))
+                if stream_of.get(producer, stream) != stream
+            )
+            for point, stream in stream_of.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,10 +41,13 @@ class RingRun:
     Attributes:
         steps: in order of issue.
         taken: (point, ubatch, layer) of each receive to the number of steps that came before its owner took the result.
+        layer_ends: (ubatch, layer) to the number of steps that came before the ubatch left the layer, in order of time;
+            layer -1 ends where the ubatch begins. What a model does between two layers stands there.
     """
 
     steps: tuple[Step, ...]
     taken: Mapping[tuple[str, int, int], int]
+    layer_ends: Mapping[tuple[int, int], int]
 
 
 def ring_order(
@@ -64,7 +67,7 @@ def run_ring(schedule: Schedule, *, backend: str | None = None, num_ubatches: in
     backend = schedule.backends[0] if backend is None else backend
     ring = _Ring(schedule, schedule.program(backend).folded, backend in HOOK_BACKENDS, num_ubatches, layers)
     ring.run()
-    return RingRun(steps=tuple(ring.steps), taken=ring.taken)
+    return RingRun(steps=tuple(ring.steps), taken=ring.taken, layer_ends=ring.layer_ends)
 
 
 def steady_window(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -89,6 +92,7 @@ class _Ring:
         self.num_ubatches, self.layers = num_ubatches, layers
         self.steps: list[Step] = []
         self.taken: dict[tuple[str, int, int], int] = {}
+        self.layer_ends: dict[tuple[int, int], int] = {}
         self.pending: dict[int, tuple[str, int, int]] = {}  # holder -> (receive point, owner, layer)
         self.received: set[tuple[str, int, int]] = set()
         self.present = set(range(num_ubatches))
@@ -106,6 +110,7 @@ class _Ring:
     def _context(self, ubatch: int) -> Iterator[bool]:
         """One ubatch's thread; gives True at each yield that it does not skip."""
         index = 0
+        self.layer_ends[ubatch, -1] = len(self.steps)
         for layer in range(self.layers):
             for item in self.items:
                 if isinstance(item, Point):
@@ -118,6 +123,7 @@ class _Ring:
                     ):
                         yield True
                     index += 1
+            self.layer_ends[ubatch, layer] = len(self.steps)
         self._run_hook(ubatch)
         self.present.discard(ubatch)
 

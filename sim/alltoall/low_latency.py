@@ -15,10 +15,30 @@ from dbo.trace import Access
 from sim.engine import Node
 
 if TYPE_CHECKING:
-    from sim.world import SimWorld
+    from sim.world import Cluster, SimWorld
 
 # A rank's receive buffer has one region a peer. Only the region matters for ordering, not its size.
 REGION_BYTES = 1024
+
+
+class SymmetricWindow:
+    """One of the two receive buffers, of all ranks: rank r's lies at r times its size, region p in it is peer p's.
+
+    One storage for all, so that what a rank writes into every peer's buffer is one strided access.
+    """
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.ranks = cluster.size
+        self.buffer = cluster.engine.new_buffer(-1, name, REGION_BYTES * self.ranks**2)
+
+    def of_rank(self, rank: int) -> Access:
+        """All regions of one rank."""
+        own_bytes = REGION_BYTES * self.ranks
+        return Access.interval(self.buffer, rank * own_bytes, (rank + 1) * own_bytes)
+
+    def sent_by(self, rank: int) -> Access:
+        """One region in every rank's buffer."""
+        return Access(self.buffer, rank * REGION_BYTES, (self.ranks, REGION_BYTES), (self.ranks * REGION_BYTES, 1))
 
 
 class Exchange:
@@ -37,10 +57,6 @@ class LowLatencyBuffer:
         self.world = world
         self.payload = payload
         self.calls = 0
-        self.receive_buffers = [
-            world.engine.new_buffer(world.rank, f"low_latency.recv{i}", REGION_BYTES * world.size) for i in range(2)
-        ]
-        world.cluster.low_latency_buffers[world.rank] = self.receive_buffers
 
     def restart(self) -> None:
         """A new epoch starts at buffer 0."""
@@ -76,7 +92,9 @@ class LowLatencyBuffer:
                 refusal(
                     "the simulated low-latency exchange carries the model's dtype and returns a hook",
                     "call it with use_fp8=False, async_finish=False, return_recv_hook=True",
-                    use_fp8=use_fp8, async_finish=async_finish, return_recv_hook=return_recv_hook,
+                    use_fp8=use_fp8,
+                    async_finish=async_finish,
+                    return_recv_hook=return_recv_hook,
                 )  # fmt: skip
             )
 
@@ -131,15 +149,13 @@ class LowLatencyBuffer:
             world.engine.release_hold(exchange.meet)
         return call, buffer, exchange
 
-    def _receive(
-        self, op: str, plan: Any, call: int, buffer: int, exchange: Exchange, stream: Any, src: str
-    ) -> None:
+    def _receive(self, op: str, plan: Any, call: int, buffer: int, exchange: Exchange, stream: Any, src: str) -> None:
         world = self.world
         world.cluster.check_peers(world.rank)
-        own = self.receive_buffers[buffer]
+        window = world.cluster.low_latency_windows[buffer]
         stream.launch(
             "recv", f"{op}.recv", duration_us=world.cost.low_latency_recv_us,
-            reads=(Access.interval(own, 0, REGION_BYTES * world.size),), writes=plan.writes,
+            reads=(window.of_rank(world.rank),), writes=plan.writes,
             run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
             after=(exchange.meet,), src=src, attrs={"call": call, "buffer": buffer, "op": op},
         )  # fmt: skip
@@ -149,11 +165,7 @@ class LowLatencyBuffer:
     ) -> Node:
         """The bytes on their way, written into this rank's region of every peer's receive buffer."""
         world = self.world
-        regions = tuple(
-            Access.interval(world.cluster.low_latency_buffers[peer][buffer], world.rank * REGION_BYTES,
-                            (world.rank + 1) * REGION_BYTES)
-            for peer in range(world.size)
-        )  # fmt: skip
+        regions = (world.cluster.low_latency_windows[buffer].sent_by(world.rank),)
         node = world.engine.node(
             rank=world.rank, line="net", kind="transfer", name=f"{op}.transfer", tags=tags, after=(sent,),
             duration_us=world.cost.transfer(nbytes), writes=regions, finish=lambda: None,

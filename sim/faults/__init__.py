@@ -4,12 +4,13 @@
     streams    waits, events, receives read early
     agreement  decisions, coordination, padding, configuration
     data       metadata, padding rows, buffers, order of exchanges
+    backends   waits around exchanges, captured events, signals, regions, lifetimes
 """
 
-from sim.faults import agreement, data, ring, streams
+from sim.faults import agreement, backends, data, ring, streams
 from sim.faults.fault import Fault, Site
 
-CATALOGUE: tuple[Fault, ...] = (*ring.FAULTS, *streams.FAULTS, *agreement.FAULTS, *data.FAULTS)
+CATALOGUE: tuple[Fault, ...] = (*ring.FAULTS, *streams.FAULTS, *agreement.FAULTS, *data.FAULTS, *backends.FAULTS)
 
 
 def catalogue() -> tuple[Fault, ...]:

@@ -55,9 +55,10 @@ class CleanRun:
         runs = (r for r in self.trace.of_kind("hook.run") if r.rank == rank and r.attrs["runner"] == holder)
         return sorted((r for r in runs if r.attrs["owner"] != holder), key=lambda r: r.id)
 
-    def exchanges(self, rank: int) -> int:
-        """Device collectives that a rank issued."""
-        return sum(r.rank == rank and r.on_device for r in self.trace.of_kind("collective"))
+    def exchanges(self, rank: int) -> list[Record]:
+        """The device collectives of a rank, in order of issue."""
+        found = (r for r in self.trace.of_kind("collective") if r.rank == rank and r.on_device)
+        return sorted(found, key=lambda r: r.id)
 
     def ubatches(self) -> Iterator[tuple[int, int]]:
         """(rank, ubatch) of every ubatch that ran in some split step."""

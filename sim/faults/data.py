@@ -106,8 +106,14 @@ def padded_ranks(run: CleanRun) -> Iterator[Site]:
 
 
 def neighbouring_exchanges(run: CleanRun) -> Iterator[Site]:
-    """Any exchange of a rank that another one follows."""
-    yield from (Site(rank=rank, at=at) for rank in run.ranks for at in range(run.exchanges(rank) - 1))
+    """Any exchange of a rank that another one of the same step follows.
+
+    The last one of a step changes places with nothing: its rank waits for the step's tokens before it comes to the next.
+    """
+    for rank in run.ranks:
+        steps = [record.step for record in run.exchanges(rank)]
+        pairs = zip(steps, steps[1:], strict=False)
+        yield from (Site(rank=rank, at=at) for at, (step, following) in enumerate(pairs) if step == following)
 
 
 FAULTS = (
@@ -128,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         name="swap-collectives", sentence="two exchanges change places on one rank", id="collective-mismatch",
-        plant=swap_collectives, needs="an exchange that another one follows", sites=neighbouring_exchanges,
+        plant=swap_collectives, needs="an exchange that another one of the same step follows", sites=neighbouring_exchanges,
         backends=("nccl",), keys=("rank", "at"), split=False,
     ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from dbo.program import Program
 
 if TYPE_CHECKING:
     from dbo.config import DBOConfig
+    from dbo.trace import Trace
     from sim.faults.clean_run import CleanRun
 
 
@@ -70,6 +71,22 @@ class Fault:
         self._require(config, site)
         clean, planted = Program(), self.plant(Program(), site)
         return lambda rank: planted if self.everywhere or rank == site.rank else clean
+
+    def require_effect(self, trace: Trace, where: str = "") -> None:
+        """Refuse a run in which the fault never came into effect; `trace` is that run's, and so the clean one's.
+
+        Raises:
+            UsageError: the run does not offer what the fault breaks; the message says what that is.
+        """
+        from sim.faults.clean_run import CleanRun
+
+        site = self.site(where)
+        offered = {self.inject(other) for other in self.sites(CleanRun(trace))}
+        if self.inject(site) not in offered:
+            rule = f"--inject {self.name} breaks something that happens in the run: it needs {self.needs}"
+            places = ", ".join(sorted(offered)[:3])
+            fix = f"plant it elsewhere, for example {places}" if places else "change the run so that it has that"
+            raise UsageError(refusal(rule, fix, inject=self.inject(site)))
 
     def inject(self, site: Site) -> str:
         """What `--inject` takes to plant this fault at `site`."""

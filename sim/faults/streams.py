@@ -11,9 +11,10 @@ from dbo.player import SchedulePlayer
 from dbo.program import Program
 from dbo.schedule import Item, Point, Yield
 from sim.faults.clean_run import CleanRun, every_ubatch
+from sim.faults.essential import essential_waits
 from sim.faults.fault import Fault, Site
 
-STREAM_BACKENDS = ("nccl",)
+STREAM_BACKENDS = ("nccl", "deepep_high_throughput", "deepep_v2", "symm_copy")
 
 
 def drop_wait(program: Program, site: Site) -> Program:
@@ -119,7 +120,8 @@ _SPLIT = "a split step"
 FAULTS = (
     Fault(
         name="drop-wait", sentence="the experts do not wait for their dispatch", id="stream-race", plant=drop_wait,
-        needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        needs="a split step in which nothing else orders the experts after their dispatch",
+        sites=essential_waits("D.recv", "MLP"), backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
     Fault(
         name="late-event", sentence="events are recorded after the yield: nothing is hidden", id="no-overlap",

@@ -103,6 +103,12 @@ class _Run:
         self.host: dict[tuple[int, str], int] = {}
         for r in range(ranks):
             self._host(r, "main", "config", config={"enable_dbo": True, "ubatch_size": 2})
+            self._host(r, "main", "reserve", what="staging", slot="u0", size=64, generation=1)
+            self._host(r, "main", "lock", what="staging")
+            self._host(r, "main", "capture.begin", name="g", graph="g")
+            self._host(r, "main", "capture.end", name="g", graph="g", calls=1)
+            self._host(r, "main", "bake", graph="g", slot="u0", generation=1)
+            self._host(r, "main", "graph.put", key={"rows": [6]}, program={"rows": [6]})
 
     def _host(self, rank: int, line: str, kind: str, after: list[int] | None = None, **rest: Any) -> int:
         id = self.b.add(kind, line, rank=rank, after=after or [], **rest)
@@ -119,9 +125,13 @@ class _Run:
         meet = b.add("meet", "control", rank=-1, after=arrivals, step=-1)
         self.collectives += 1
         for r in range(self.ranks):
-            table = [[step, 5, 6, 1, 0, 0, 0]] * self.ranks
+            table = [[n] * self.ranks for n in (step, 5, 6, 1, 0, 0, 0)]
             self._host(r, "main", "decide", [meet], column={}, table=table, decision=decision(self.ranks))
             self._host(r, "main", "slices", **split_slices())
+            self._host(r, "main", "use", what="staging", slot="u0", size=[32, 32])
+            self._host(r, "main", "graph.get", key={"rows": [6]}, program={"rows": [6]})
+            self._host(r, "main", "replay", graph="g", calls=1, baked={"buffer": 0}, live={"buffer": 0})
+            self._host(r, "main", "numeric", name="logits", error=1e-6, limit=1e-4, reference="one rank")
         self.baton = {r: self.host[r, "main"] for r in range(self.ranks)}
         self.hooks: dict[int, tuple[int, int, str, int, int]] = {}
         self.counts = [0, 0]
@@ -178,7 +188,7 @@ class _Run:
             host = self._host(r, f"u{u}", "point", point=point)
             sent = self.b.add(
                 "send", "compute", f"{op}.send", rank=r, point=point, dur=POINTS_US, after=[host], call=call,
-                buffer=call % 2, op=op, rows=TOKENS[u], real=TOKENS[u], reads=[self.buf[r, u, source]],
+                buffer=call % 2, op=op, rows=TOKENS[u], real=TOKENS[u], sms=20, reads=[self.buf[r, u, source]],
             )  # fmt: skip
             regions = [Access.interval(self.landing[p, call % 2], 64 * r, 64 * r + 64) for p in range(self.ranks)]
             arrived.append(

@@ -1,0 +1,249 @@
+"""The board: a file in shared memory on which every rank writes where it stands. The watchdog reads it.
+
+Only writers of a rank touch its part, and a row is rewritten in one piece. A reader acts only on rows that have not moved
+for a while, or on log entries, which are written once, so it needs no lock. Nothing here waits or imports torch.
+
+    rank   pid, state, and the first thing that the rank itself found wrong
+    line   "main", "u0" …: step, layer, ubatch, point, yields, and what it waits for
+    log    per communicator the last exchanges: sequence number, operation, and whose they are
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbo.errors import RingError, refusal
+
+LINES = ("main", *(f"u{i}" for i in range(8)))
+GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput")
+LOG_ENTRIES = 256
+
+NEW, RUNNING, ENDED, FAILED = range(4)
+UNUSED, BUSY, IDLE, BATON, BARRIER, JOIN, COLLECTIVE, DEVICE = range(8)
+WAITING = frozenset((BATON, BARRIER, JOIN, COLLECTIVE, DEVICE))
+
+_HEAD = struct.Struct("<4sI56x")
+_RANK = struct.Struct("<ii")
+_FOUND = struct.Struct("<iiii16s32s160s")
+_LINE = struct.Struct("<QiiiiiI16s48s16si4x")
+_ENTRY = struct.Struct("<iiii16s32s")
+_MAGIC = b"dbo1"
+_STATE_AT = struct.calcsize("<Qiiiii")
+
+_FOUND_AT = _RANK.size
+_LINES_AT = 512
+_LOGS_AT = _LINES_AT + _LINE.size * len(LINES)
+_RANK_BYTES = _LOGS_AT + len(GROUPS) * (8 + LOG_ENTRIES * _ENTRY.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One host line as it was last written."""
+
+    name: str
+    seq: int
+    step: int
+    layer: int
+    ubatch: int
+    yields: int
+    played: int
+    state: int
+    point: str
+    what: str
+    group: str
+    index: int
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One exchange that a rank came to: whose it is, and what it is."""
+
+    index: int
+    step: int
+    layer: int
+    ubatch: int
+    point: str
+    op: str
+
+    @property
+    def tag(self) -> tuple[int, int, int, str]:
+        return self.step, self.layer, self.ubatch, self.point
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, int, int, str]]:
+        """What members of one exchange have in common."""
+        return self.op, self.tag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rank found wrong with itself, the first time that it did."""
+
+    step: int
+    layer: int
+    ubatch: int
+    point: str
+    kind: str
+    text: str
+
+
+class Board:
+    """The whole board; `rank(r)` is one rank's part."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self.memory = memory
+        magic, self.ranks = _HEAD.unpack_from(memory, 0)
+        if magic != _MAGIC:
+            raise RingError(refusal("a board is written by the same version", "start the run again", path=path))
+
+    @classmethod
+    def create(cls, path: Path, ranks: int) -> Board:
+        """A new, empty board."""
+        with open(path, "wb") as file:
+            file.truncate(_HEAD.size + ranks * _RANK_BYTES)
+            file.write(_HEAD.pack(_MAGIC, ranks))
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Board:
+        """The board at `path`, shared with whoever has it open."""
+        handle = os.open(path, os.O_RDWR)
+        try:
+            return cls(path, mmap.mmap(handle, 0))
+        finally:
+            os.close(handle)
+
+    def rank(self, rank: int) -> RankBoard:
+        return RankBoard(self.memory, _HEAD.size + rank * _RANK_BYTES)
+
+    def parts(self) -> Iterator[tuple[int, RankBoard]]:
+        """Every rank's part, by rank."""
+        return ((rank, self.rank(rank)) for rank in range(self.ranks))
+
+    def failed_peer(self, rank: int) -> tuple[int, str]:
+        """Whom `rank` waits for in vain, and why, as far as the board knows: (-1, "") when nobody has failed."""
+        for peer, part in self.parts():
+            if peer == rank:
+                continue
+            found = part.finding()
+            if part.state == FAILED or (found is not None and found.kind == "error"):
+                return peer, found.text if found is not None else "its program raised"
+            if part.state == RUNNING and not is_alive(part.pid):
+                return peer, "its process is gone"
+        return -1, ""
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+class RankBoard:
+    """One rank's part of the board."""
+
+    def __init__(self, memory: mmap.mmap, base: int) -> None:
+        self._memory = memory
+        self._base = base
+        self._counts = [0] * len(LINES)
+
+    # -- written by the rank ----------------------------------------------------------------------------------------
+
+    def set_state(self, state: int, pid: int) -> None:
+        _RANK.pack_into(self._memory, self._base, pid, state)
+
+    def write(
+        self, line: int, tags: tuple[int, int, int, str], yields: int, played: int, state: int = BUSY, what: str = "",
+        group: str = "", index: int = -1,
+    ) -> None:  # fmt: skip
+        """Where host line number `line` stands, and what it waits for."""
+        self._counts[line] += 1
+        step, layer, ubatch, point = tags
+        _LINE.pack_into(
+            self._memory, self._base + _LINES_AT + line * _LINE.size, self._counts[line], step, layer, ubatch, yields,
+            played, state, point.encode()[:16], what.encode()[:48], group.encode()[:16], index,
+        )  # fmt: skip
+
+    def goes_on(self, line: int) -> None:
+        """The line waits no longer."""
+        at = self._base + _LINES_AT + line * _LINE.size + _STATE_AT
+        self._memory[at : at + 4] = BUSY.to_bytes(4, "little")
+
+    def log(self, group: str, index: int, tags: tuple[int, int, int, str], op: str) -> None:
+        """This rank has come to exchange `index` of `group`."""
+        base = self._base + _LOGS_AT + GROUPS.index(group) * (8 + LOG_ENTRIES * _ENTRY.size)
+        step, layer, ubatch, point = tags
+        at = base + 8 + (index % LOG_ENTRIES) * _ENTRY.size
+        _ENTRY.pack_into(self._memory, at, index, step, layer, ubatch, point.encode()[:16], op.encode()[:32])
+        self._memory[base : base + 8] = (index + 1).to_bytes(8, "little")
+
+    def find(self, tags: tuple[int, int, int, str], kind: str, text: str) -> None:
+        """Keep the first thing that this rank found wrong."""
+        if self.finding() is None:
+            step, layer, ubatch, point = tags
+            place = (step, layer, ubatch, 0, point.encode()[:16])
+            _FOUND.pack_into(self._memory, self._base + _FOUND_AT, *place, kind.encode()[:32], text.encode()[:160])
+
+    # -- read by the watchdog ---------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return int(_RANK.unpack_from(self._memory, self._base)[0])
+
+    @property
+    def state(self) -> int:
+        return int(_RANK.unpack_from(self._memory, self._base)[1])
+
+    def lines(self) -> list[Line]:
+        """Host lines that have been used."""
+        found = []
+        for at, name in enumerate(LINES):
+            seq, step, layer, ubatch, yields, played, state, point, what, group, index = _LINE.unpack_from(
+                self._memory, self._base + _LINES_AT + at * _LINE.size
+            )
+            if state != UNUSED:
+                found.append(
+                    Line(name=name, seq=seq, step=step, layer=layer, ubatch=ubatch, yields=yields, played=played,
+                         state=state, point=_text(point), what=_text(what), group=_text(group), index=index)
+                )  # fmt: skip
+        return found
+
+    def entries(self, group: str) -> dict[int, Entry]:
+        """The last exchanges of a communicator, by sequence number."""
+        base = self._base + _LOGS_AT + GROUPS.index(group) * (8 + LOG_ENTRIES * _ENTRY.size)
+        count = int.from_bytes(self._memory[base : base + 8], "little")
+        found = {}
+        for index in range(max(0, count - LOG_ENTRIES), count):
+            at = base + 8 + (index % LOG_ENTRIES) * _ENTRY.size
+            number, step, layer, ubatch, point, op = _ENTRY.unpack_from(self._memory, at)
+            if number == index:
+                found[index] = Entry(
+                    index=index, step=step, layer=layer, ubatch=ubatch, point=_text(point), op=_text(op)
+                )
+        return found
+
+    def finding(self) -> Finding | None:
+        step, layer, ubatch, _, point, kind, text = _FOUND.unpack_from(self._memory, self._base + _FOUND_AT)
+        if not kind.strip(b"\0"):
+            return None
+        return Finding(step=step, layer=layer, ubatch=ubatch, point=_text(point), kind=_text(kind), text=_text(text))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether process `pid` runs; one that has ended and was not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

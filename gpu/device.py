@@ -1,0 +1,266 @@
+"""`GpuWorld`: the contract's `World` for one process (needs torch): one rank, its device, its streams, its communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dbo.contract import TaskState
+from dbo.errors import CaptureError, NotAvailable, PeerFailed, refusal
+from dbo.forward_context import get_forward_context
+from gpu.alltoall.gloo_low_latency import GlooLowLatency
+from gpu.board import DEVICE, Board
+from gpu.group import DistGroup
+from gpu.host import RawBaton, ThreadBarrier, ThreadWorker
+from gpu.recorder import EXCHANGE_POINTS, Recorder, Tags, now_us
+from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
+from gpu.tensors import DeviceRowOps, DeviceTensors, TorchTaskState
+
+if TYPE_CHECKING:
+    from gpu.process import Groups
+
+
+class GpuWorld:
+    """See `dbo.contract.World`.
+
+    Args:
+        rank, size: this rank among all.
+        device: `cpu` (work runs at once) or a CUDA device, which is current in this process.
+        groups: the process groups.
+        board: of the run, or None: nobody watches.
+        keep_trace: record; without it only the board is written.
+    """
+
+    mode = "numeric"
+
+    def __init__(
+        self, *, rank: int, size: int, device: torch.device, groups: Groups, board: Board | None,
+        keep_trace: bool = True,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.asynchronous = device.type == "cuda"
+        self.process_groups = groups
+        self.board = board
+        self.rows = board.rank(rank) if board is not None else None
+        self.trace = Recorder(rank, self.rows, place=_place_in_schedule, stamp=self._stamp, keep=keep_trace)
+        self.compute: Any = self._stream("compute")
+        self.comm: Any = self._stream("comm")
+        self.counters: dict[str, int] = {}
+        self.trace.start_line("main", self.compute)
+        self._enter_thread()
+        self.group = DistGroup(self, "ep", groups.data)
+        self.control = DistGroup(self, "dp.cpu", groups.control)
+        self.host = GpuHost(self)
+        self.tensors = DeviceTensors(self)
+        self.row_ops = DeviceRowOps(self)
+        self._error: BaseException | None = None
+        if self.asynchronous:
+            self._base = torch.cuda.Event(enable_timing=True)
+            self._base.record(self.compute.cuda)
+            self._base.synchronize()
+            self._base_us = now_us()
+
+    # -- exchanges --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def low_latency(self) -> Any:
+        """DeepEP's `Buffer` in low-latency mode, made with the first call; on CPU tensors an exchange over gloo."""
+        if not self.asynchronous:
+            return GlooLowLatency(self, self.process_groups.low_latency)
+        from gpu.alltoall.deepep_v1 import DeepEPLowLatency
+
+        return DeepEPLowLatency(self, self.process_groups.low_latency)
+
+    @cached_property
+    def high_throughput(self) -> Any:
+        """DeepEP's `Buffer` in normal mode.
+
+        Raises:
+            NotAvailable: there is no such library here, or no device.
+        """
+        if not self.asynchronous:
+            rule = "DeepEP's normal mode runs on devices"
+            fix = "on CPU tensors use --all2all-backend nccl or deepep_low_latency"
+            raise NotAvailable(refusal(rule, fix, device=self.device))
+        from gpu.alltoall.deepep_v1 import DeepEPHighThroughput
+
+        return DeepEPHighThroughput(self, self.process_groups.low_latency)
+
+    def next_index(self, group: str) -> int:
+        """The number of this rank's next exchange in `group`."""
+        index = self.counters.get(group, 0)
+        self.counters[group] = index + 1
+        return index
+
+    # -- streams and events -----------------------------------------------------------------------------------------
+
+    def event(self, name: str) -> Any:
+        return CudaEvent(self, name, torch.cuda.Event()) if self.asynchronous else HostEvent(self, name)
+
+    def new_graph(self, name: str) -> Any:
+        """An empty CUDA graph.
+
+        Raises:
+            NotAvailable: CPU tensors have none.
+        """
+        if not self.asynchronous:
+            rule = "graphs are CUDA graphs"
+            raise NotAvailable(refusal(rule, "use --cudagraph-mode NONE, or a device", device=self.device))
+        from gpu.graph import CudaGraph
+
+        return CudaGraph(self, name)
+
+    def current_stream(self) -> Any:
+        return self.trace.task.stream
+
+    def set_stream(self, stream: Any) -> None:
+        self.trace.task.stream = stream
+        if self.asynchronous:
+            torch.cuda.set_stream(stream.cuda)
+
+    def host_wait(self, stream: Any, why: str) -> None:
+        """Block the calling thread until `stream` is empty, and say so on the board and in the trace."""
+        task = self.trace.task
+        self.trace.end_visit(task)
+        if self.trace.capturing:
+            rule = "the host cannot wait for a stream that is being captured"
+            raise CaptureError(refusal(rule, "read it after the replay", stream=stream.name, why=why))
+        if self.asynchronous:
+            self.trace.waits(DEVICE, f"{stream.name}: {why}")
+            stream.drain()
+            self.trace.goes_on()
+        self.trace.after_all_of(stream)
+        self.trace.on_line("host.wait", stream.name, {"why": why, "declared": True})
+
+    def _stream(self, name: str) -> Any:
+        return CudaStream(self, name, torch.cuda.Stream(self.device)) if self.asynchronous else HostStream(self, name)
+
+    def _enter_thread(self) -> None:
+        """The calling thread begins to work for this world."""
+        if self.asynchronous:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.compute.cuda)
+
+    # -- where a line stands ----------------------------------------------------------------------------------------
+
+    def at_point(self, point: str, *, layer: int) -> None:
+        task = self.trace.task
+        self.trace.end_visit(task)
+        task.tags = (task.tags[0], layer, task.tags[2], point)
+        if point:
+            self.trace.on_line("point", point, {})
+        self.trace.notice(task, at_point=True)
+        if point not in EXCHANGE_POINTS:
+            self.trace.launches()
+
+    def in_ubatch(self, ubatch: int, *, step: int) -> None:
+        task = self.trace.task
+        self.trace.end_visit(task)
+        task.tags = (step, -1, ubatch, "")
+        self.trace.notice(task)
+
+    def tags(self) -> Tags:
+        return self.trace.task.tags
+
+    def restore_tags(self, tags: Tags) -> None:
+        task = self.trace.task
+        self.trace.end_visit(task)
+        task.tags = tags
+
+    def set_real_tokens(self, tokens: int) -> None:
+        self.trace.task.real_tokens = tokens
+
+    def task_state(self) -> TaskState:
+        return TorchTaskState(self)
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def peers_may_fail(self) -> Iterator[None]:
+        """Around a wait for other ranks: what the library raises when one is gone becomes `PeerFailed`."""
+        try:
+            yield
+        except RuntimeError as error:
+            peer, why = self.board.failed_peer(self.rank) if self.board is not None else (-1, "")
+            if peer < 0 and "onnection" not in str(error):
+                raise
+            raise PeerFailed(peer, why or str(error).partition("\n")[0]) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Remember what ended the step; `recover` ends the rank with it."""
+        self._error = error
+        if self.rows is not None and not isinstance(error, PeerFailed):
+            self.rows.find(self.tags(), "error", f"{type(error).__name__}: {error}")
+
+    def recover(self, step: int) -> int:
+        """On devices a failed step ends the rank, and the launcher ends the others: there is no next step.
+
+        Raises:
+            BaseException: the error that `fail` was told.
+        """
+        if self._error is None:
+            raise RuntimeError("a step recovers only after it has failed")
+        raise self._error
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the worker threads and fill in the times of device work."""
+        if self.asynchronous:
+            torch.cuda.synchronize(self.device)
+        self.host.close()
+        self.trace.resolve(self._to_us)
+
+    def _stamp(self, stream: Any) -> Any:
+        if not self.asynchronous:
+            return now_us()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream.cuda)
+        return event
+
+    def _to_us(self, stamp: Any) -> float:
+        if isinstance(stamp, float):
+            return stamp
+        return self._base_us + 1000.0 * float(self._base.elapsed_time(stamp))
+
+
+class GpuHost:
+    """Makes batons, barriers and worker threads of one rank."""
+
+    def __init__(self, world: GpuWorld) -> None:
+        self._world = world
+        self.workers: list[ThreadWorker] = []
+
+    def baton(self, name: str) -> RawBaton:
+        return RawBaton(self._world.trace, name)
+
+    def barrier(self, parties: int, name: str) -> ThreadBarrier:
+        return ThreadBarrier(self._world.trace, parties, name)
+
+    def worker(self, name: str) -> ThreadWorker:
+        world = self._world
+        worker = ThreadWorker(world.trace, name, stream=world.compute, enter=world._enter_thread)
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        """End all worker threads; none may have work."""
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()
+
+
+def _place_in_schedule() -> tuple[int, int]:
+    """(yields, played_yields) of the calling ubatch; equal numbers outside of one."""
+    try:
+        player = get_forward_context().player
+    except RuntimeError:
+        return 0, 0
+    context = getattr(player, "context", None)
+    return (0, 0) if context is None else (context.yields, context.played_yields)

@@ -1,0 +1,272 @@
+"""One rank's trace, and its rows on the board, written while its program runs.
+
+Device work is recorded by *visits*: one record for a stretch of work that one host line launches at one point, on one
+stream. A visit begins when the line reaches a point where the model computes, or with the first launch at a point that
+belongs to an exchange (some backends launch nothing there); it ends with the next point, yield, event or exchange.
+
+`after` names records of this rank. A number below 0 stands for a meeting of all ranks (`meet_reference`); `gpu.merge`
+puts the real one in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbo.trace import Access, BufferInfo, Record
+from gpu import board
+
+Tags = tuple[int, int, int, str]
+Stamp = Any
+"""When something happened: microseconds on the host's clock, or a device event that knows."""
+
+EXCHANGE_POINTS = frozenset(("", "D.send", "D.recv", "C.send", "C.recv"))
+"""Points where the model itself launches nothing: whether the backend does is its own business."""
+
+_ENDS_A_VISIT = frozenset(("yield", "ubatch.exit", "step.end", "error", "join"))
+
+
+@dataclass(slots=True)
+class _Time:
+    """When a device record began and ended on its stream."""
+
+    stream: Any
+    start: Stamp
+    stop: Stamp | None = None
+
+
+@dataclass(eq=False)
+class HostTask:
+    """One host line: where it stands, and what its next record comes after."""
+
+    line: str
+    stream: Any
+    tags: Tags = (-1, -1, -1, "")
+    last: int = -1
+    after: list[int] = field(default_factory=list)
+    visit: Record | None = None
+    real_tokens: int = 0
+    yields: int = 0
+    played: int = 0
+
+    @property
+    def row(self) -> int:
+        """Its row on the board; lines beyond the last row share it."""
+        return min(board.LINES.index(self.line) if self.line in board.LINES else len(board.LINES), len(board.LINES) - 1)
+
+
+class Recorder:
+    """The records of one rank. Every host line calls it from its own thread.
+
+    Args:
+        rank: whose.
+        rows: the rank's part of the board; None: nobody watches.
+        place: where the calling line stands in its schedule, (yields, played_yields).
+        stamp: the time on a stream's end (host microseconds where work runs at once).
+        keep: keep records; without, only the board is written.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        rows: board.RankBoard | None,
+        *,
+        place: Callable[[], tuple[int, int]],
+        stamp: Callable[[Any], Stamp],
+        keep: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.rows = rows
+        self.records: list[Record] = []
+        self.capturing = False
+        self._times: dict[int, _Time] = {}
+        self._later: list[tuple[Record, str, Any]] = []
+        self._tails: dict[str, int] = {}
+        self.buffers: dict[int, BufferInfo] = {}
+        self.meets: list[tuple[str, int]] = []
+        self._place = place
+        self._stamp = stamp
+        self._keep = keep
+        self._ids = itertools.count()
+        self._local = threading.local()
+
+    @property
+    def keeps(self) -> bool:
+        """Device work is recorded now: not without a trace, and not while it is only being captured."""
+        return self._keep and not self.capturing
+
+    # -- host lines -------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> HostTask:
+        """The calling host line."""
+        task: HostTask | None = getattr(self._local, "task", None)
+        if task is None:
+            raise RuntimeError("a world is used by its rank's main thread and its workers")
+        return task
+
+    def start_line(self, line: str, stream: Any) -> HostTask:
+        """The calling thread is host line `line`."""
+        self._local.task = HostTask(line, stream)
+        return self._local.task
+
+    def host(self, kind: str, name: str = "", **attrs: Any) -> None:
+        """Write a record on the calling line. `dbo.contract.Recorder`."""
+        self.on_line(kind, name, attrs)
+
+    def on_line(self, kind: str, name: str, attrs: dict[str, Any]) -> int:
+        """As `host`; returns the record's id."""
+        task = self.task
+        if kind in _ENDS_A_VISIT:
+            self.end_visit(task)
+            if kind == "yield":
+                self.notice(task)
+        if not self._keep:
+            return -1
+        step, layer, ubatch, point = task.tags
+        record = Record(
+            next(self._ids), self.rank, task.line, kind, name, t_us=now_us(), step=step, layer=layer, ubatch=ubatch,
+            point=point, after=tuple(task.after), attrs=attrs,
+        )  # fmt: skip
+        task.after = []
+        task.last = record.id
+        self.records.append(record)
+        return record.id
+
+    def notice(self, task: HostTask, *, at_point: bool = False) -> None:
+        """Write the line's row; at a point, where the counts must be equal, also what is wrong with its yields."""
+        if self.rows is None:
+            return
+        task.yields, task.played = self._place() if task.tags[2] >= 0 else (0, 0)
+        self.rows.write(task.row, task.tags, task.yields, task.played)
+        if at_point and task.yields != task.played:
+            text = f"yielded {task.yields} times where the schedule had passed {task.played} yields"
+            self.rows.find(task.tags, "unequal-yields", text)
+
+    def waits(self, state: int, what: str, group: str = "", index: int = -1) -> None:
+        """The calling line is about to block."""
+        if self.rows is not None:
+            task = self.task
+            self.rows.write(task.row, task.tags, task.yields, task.played, state, what, group, index)
+
+    def goes_on(self) -> None:
+        """… and blocks no longer."""
+        if self.rows is not None:
+            self.rows.goes_on(self.task.row)
+
+    def came(self, group: str, index: int, op: str) -> None:
+        """The calling line comes to exchange `index` of `group`."""
+        if self.rows is not None and not self.capturing:
+            self.rows.log(group, index, self.task.tags, op)
+
+    # -- device work ------------------------------------------------------------------------------------------------
+
+    def launches(self) -> None:
+        """The calling line is about to launch work at its point: a visit begins, unless one is open."""
+        task = self.task
+        if task.visit is None and task.tags[3]:
+            task.visit = self._device("op", task.tags[3], task)
+
+    def end_visit(self, task: HostTask) -> None:
+        """What the line has launched at its point is complete."""
+        visit, task.visit = task.visit, None
+        if visit is not None and self.keeps:
+            self._append(visit)
+            self._end(visit)
+
+    def device(
+        self, kind: str, name: str, *, attrs: dict[str, Any], after: tuple[int, ...] = (), stream: Any = None,
+        writes: tuple[Access, ...] = (),
+    ) -> Record:  # fmt: skip
+        """A record on a stream's line (default: the current one); it takes no time unless `timed` says so."""
+        task = self.task
+        self.end_visit(task)
+        record = self._device(kind, name, task, attrs, after, stream)
+        record.writes = writes
+        if self.keeps:
+            self._append(record)
+        return record
+
+    def timed_device(
+        self, kind: str, name: str, *, attrs: dict[str, Any], after: tuple[int, ...] = (),
+        writes: tuple[Access, ...] = (),
+    ) -> Record:  # fmt: skip
+        """A record for what the line launches next at its point; it ends as a visit does."""
+        task = self.task
+        self.end_visit(task)
+        task.visit = self._device(kind, name, task, attrs, after)
+        task.visit.writes = writes
+        return task.visit
+
+    def later(self, record: Record, name: str, value: Any) -> None:
+        """`attrs[name]` of `record` is an integer that the device still has to compute."""
+        self._later.append((record, name, value))
+
+    def timed(self, record: Record) -> None:
+        """What `record` stands for has been launched in full."""
+        self._end(record)
+
+    def meet_reference(self, group: str, index: int) -> int:
+        """Stands in `after` for the meeting of all ranks in exchange `index` of `group`."""
+        self.meets.append((group, index))
+        return -len(self.meets)
+
+    def resolve(self, to_us: Callable[[Stamp], float]) -> None:
+        """Fill in the times of device records so far; the device must have come to their ends."""
+        for record, name, value in self._later:
+            record.attrs[name] = int(value)
+        self._later.clear()
+        for record in self.records:
+            time_of = self._times.pop(record.id, None)
+            if time_of is not None:
+                record.t_us = to_us(time_of.start)
+                record.dur_us = 0.0 if time_of.stop is None else max(0.0, to_us(time_of.stop) - record.t_us)
+
+    def new_buffer(self, name: str, nbytes: int) -> int:
+        """Register a storage; its id appears in accesses."""
+        number = len(self.buffers)
+        self.buffers[number] = BufferInfo(number, self.rank, name, nbytes)
+        return number
+
+    def whole(self, buffer: int) -> Access:
+        """All bytes of a buffer."""
+        return Access.interval(buffer, 0, self.buffers[buffer].nbytes)
+
+    def after_all_of(self, stream: Any) -> None:
+        """The calling line has waited for everything on `stream`: its next record comes after that."""
+        tail = self._tails.get(stream.name, -1)
+        if tail >= 0:
+            self.task.after.append(tail)
+
+    def _append(self, record: Record) -> None:
+        self.records.append(record)
+        self._tails[record.line] = record.id
+
+    def _device(
+        self, kind: str, name: str, task: HostTask, attrs: dict[str, Any] | None = None, after: tuple[int, ...] = (),
+        stream: Any = None,
+    ) -> Record:  # fmt: skip
+        stream = stream or task.stream
+        step, layer, ubatch, point = task.tags
+        issuer = (task.last,) if task.last >= 0 else ()
+        record = Record(
+            next(self._ids), self.rank, stream.name, kind, name, step=step, layer=layer, ubatch=ubatch, point=point,
+            after=(*issuer, *task.after, *after), attrs=attrs or {},
+        )  # fmt: skip
+        if self.keeps:
+            self._times[record.id] = _Time(stream, self._stamp(stream))
+        return record
+
+    def _end(self, record: Record) -> None:
+        if self.keeps:
+            time_of = self._times[record.id]
+            time_of.stop = self._stamp(time_of.stream)
+
+
+def now_us() -> float:
+    """Microseconds on a clock that all processes of this machine share."""
+    return time.perf_counter_ns() / 1000

@@ -1,0 +1,124 @@
+"""Between numpy and tensors of one device (needs torch)."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dbo.moe.nccl_ops import TorchRowOps
+
+if TYPE_CHECKING:
+    from gpu.device import GpuWorld
+
+
+class DeviceTensors:
+    """`dbo.contract.Tensors` over torch tensors on the rank's device."""
+
+    def __init__(self, world: GpuWorld) -> None:
+        self.world = world
+        self.device = world.device
+
+    def from_numpy(self, array: np.ndarray, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array).copy()).to(self.device)
+
+    def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor's values on the device."""
+        return tensor.to(self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed array on the device."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def to_host(self, array: torch.Tensor, why: str) -> np.ndarray:
+        self.world.host_wait(self.world.current_stream(), why)
+        host = array.detach().cpu()
+        return host.float().numpy() if host.is_floating_point() else host.numpy()
+
+    def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts))
+
+    def rows(self, array: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return array[start:stop]
+
+    def take(self, array: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+        return array.index_select(0, self.from_numpy(index, "rows"))
+
+    def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def record_stream(self, array: torch.Tensor, stream: Any) -> None:
+        cuda = getattr(stream, "cuda", None)
+        if cuda is not None and not torch.cuda.is_current_stream_capturing():
+            # In a capture the graph's own pool keeps everything until the capture ends.
+            array.record_stream(cuda)
+
+
+class DeviceRowOps(TorchRowOps):
+    """Row operations that say when they launch something at an exchange's point."""
+
+    def __init__(self, world: GpuWorld) -> None:
+        self._world = world
+
+    def pack(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().pack(*args)
+
+    def unpack(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().unpack(*args)
+
+    def reduce(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().reduce(*args)
+
+
+class TorchTaskState:
+    """What a ubatch thread gets from the thread that started its work, for as long as the work lasts.
+
+    Context variables, grad and inference mode, autocast, dispatch and function modes, the device and its current stream.
+    """
+
+    def __init__(self, world: GpuWorld) -> None:
+        self._world = world
+        self._context = contextvars.copy_context()
+        self._stream = world.current_stream()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        kind = world.device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self._modes = [*_modes()]
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        def body() -> Any:
+            kind, dtype, enabled = self._autocast
+            with (
+                torch.inference_mode(self._inference),
+                torch.set_grad_enabled(self._grad),
+                torch.autocast(kind, dtype=dtype, enabled=enabled),
+            ):
+                return self._under_modes(list(self._modes), work, args)
+
+        before = self._world.current_stream()
+        self._world.set_stream(self._stream)
+        try:
+            return self._context.copy().run(body)
+        finally:
+            self._world.set_stream(before)
+
+    def _under_modes(self, modes: list[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not modes:
+            return work(*args)
+        with modes.pop(0):
+            return self._under_modes(modes, work, args)
+
+
+def _modes() -> list[Any]:
+    """Dispatch and function modes of the calling thread, outermost first."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]

@@ -1,0 +1,201 @@
+"""World `gpu`: one process per rank, on devices or on CPU tensors over gloo. No torch: the ranks' processes import it.
+
+    result = launch(program, ranks=2, device="cpu")      # program(world) runs once a rank; it must be picklable
+    result.trace, result.values, result.errors, result.deadlocked
+
+Under torchrun (RANK and WORLD_SIZE set) the calling process is one of the ranks, and each gets the whole result.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError, refusal
+from dbo.trace import Record, Trace
+from gpu import board, transport
+from gpu.probe import device_count
+from gpu.merge import merge
+from gpu.watchdog import watch
+
+STALL_S = 60.0
+"""Nothing moves for so long: the watchdog reports. Well below any communication library's own time-out."""
+
+
+@dataclass(kw_only=True)
+class Launched:
+    """What a run left: the trace, and per rank what the program returned or raised.
+
+    Attributes:
+        report: the watchdog's, when it ended the run; else None.
+        exit_codes: of the ranks' processes; negative: the signal that ended it.
+        device: "cpu" or "cuda". shared: all ranks used one device, so nothing about speed follows.
+    """
+
+    trace: Trace
+    values: list[Any] = field(default_factory=list)
+    errors: list[BaseException | None] = field(default_factory=list)
+    deadlocked: bool = False
+    report: dict[str, Any] | None = None
+    exit_codes: list[int] = field(default_factory=list)
+    device: str = "cpu"
+    shared: bool = False
+
+
+def launch(
+    program: Callable[[Any], Any],
+    *,
+    ranks: int,
+    mode: str = "numeric",
+    device: str = "auto",
+    share_device: bool = False,
+    timeout_s: float = 600.0,
+    stall_s: float = STALL_S,
+    trace: bool = True,
+) -> Launched:
+    """Run `program(world)` on every rank, to the end or until the watchdog ends it.
+
+    Args:
+        device: "cpu", "cuda", or "auto": cuda where there are devices enough.
+        share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
+        timeout_s: of the whole run. stall_s: of the watchdog.
+        trace: record; a long run may do without.
+
+    Raises:
+        UsageError: another mode than "numeric", or a program that cannot be sent to a process.
+        NotAvailable: there are fewer devices than ranks.
+    """
+    from gpu.process import RankSpec
+
+    chosen = _device(device, ranks, share_device, mode)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from gpu.torchrun import launch_here
+
+        return launch_here(
+            program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
+            stall_s=stall_s,
+        )  # fmt: skip
+    try:
+        packed = pickle.dumps(program)
+    except Exception as error:
+        rule = "a program for world gpu can be sent to a process of its own"
+        raise UsageError(refusal(rule, "define it at the top of a module", program=repr(program))) from error
+    folder = Path(tempfile.mkdtemp(prefix="dbo-run-"))
+    try:
+        specs = [
+            RankSpec(rank=rank, ranks=ranks, folder=folder, program=packed, device=chosen, share_device=share_device,
+                     trace=trace, timeout_s=timeout_s)
+            for rank in range(ranks)
+        ]  # fmt: skip
+        codes = _run(specs, folder, chosen, timeout_s=timeout_s, stall_s=stall_s)
+        return _collect(specs, folder, codes, chosen)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _device(device: str, ranks: int, share_device: bool, mode: str) -> str:
+    if mode != "numeric":
+        rule = "world gpu computes with numbers"
+        raise UsageError(refusal(rule, "use --mode numeric, or --world sim", mode=mode))
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(refusal("a device is auto, cpu or cuda", "use one of them", device=device))
+    found = device_count()
+    if device == "cpu":
+        return "cpu"
+    if found < (1 if share_device else ranks):
+        rule = "world gpu needs one visible device a rank"
+        fix = "use --device cpu (gloo, CPU tensors), --share-device with a backend that allows it, or --world sim"
+        raise NotAvailable(refusal(rule, fix, num_devices=found, ranks=ranks))
+    return "cuda"
+
+
+def _run(specs: list[Any], folder: Path, device: str, *, timeout_s: float, stall_s: float) -> list[int]:
+    """Start the ranks and the watchdog, wait for all of them, leave nothing running. Returns the ranks' exit codes."""
+    from gpu import process
+
+    kept = board.Board.create(folder / "board", len(specs))
+    for spec in specs:
+        os.mkfifo(spec.left_at("ask"))
+    context = _context(device)
+    processes = [context.Process(target=process.main, args=(spec,), name=f"rank{spec.rank}") for spec in specs]
+    watchdog = context.Process(target=watch, args=(folder, stall_s), name="watchdog", daemon=True)
+    deadline = time.monotonic() + timeout_s
+    try:
+        for rank, started in enumerate(processes):
+            started.start()
+            kept.rank(rank).set_state(board.RUNNING, started.pid)
+        watchdog.start()
+        for started in processes:
+            started.join(max(0.0, deadline - time.monotonic()))
+        watchdog.join(10.0)
+        if watchdog.exitcode != 0 and not (folder / "report.json").exists():
+            raise DBOError(f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched")
+    finally:
+        for started in (*processes, watchdog):
+            if started.pid is not None and started.is_alive():
+                os.kill(started.pid, signal.SIGKILL)
+                started.join()
+    return [-signal.SIGKILL if p.exitcode is None else p.exitcode for p in processes]
+
+
+def _context(device: str) -> Any:
+    """How processes start. Never by forking this one: it may hold threads, a CUDA context, a communicator."""
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpu.process"])
+    return context
+
+
+def _collect(specs: list[Any], folder: Path, codes: list[int], device: str) -> Launched:
+    left = [transport.read(spec.left_at("out")) for spec in specs]
+    partial = [found or transport.read(spec.left_at("part")) for found, spec in zip(left, specs, strict=True)]
+    path = folder / "report.json"
+    report = json.loads(path.read_text()) if path.exists() else None
+    complete = all(found is not None and found.error is None for found in left)
+    meta = {"world": "gpu", "ranks": len(specs), "mode": "numeric", "complete": complete, "device": device}
+    trace = merge(partial, meta)
+    errors = [
+        _error(rank, found, code, report) for rank, (found, code) in enumerate(zip(left, codes, strict=True))
+    ]
+    if report is not None and report["reason"] != "failed":
+        _add_blocked(trace, report["waiters"])
+    return Launched(
+        trace=trace, values=[found.value if found else None for found in left], errors=errors,
+        deadlocked=report is not None and report["reason"] != "failed", report=report, exit_codes=codes, device=device,
+        shared=specs[0].share_device and len(specs) > 1,
+    )  # fmt: skip
+
+
+def _error(rank: int, found: Any, code: int, report: dict[str, Any] | None) -> BaseException | None:
+    """What ended a rank. One that left nothing was ended from outside."""
+    if found is not None:
+        error: BaseException | None = found.error
+        return error
+    if report is None:
+        return DBOError(f"rank {rank} ended with exit code {code} and left nothing: it was killed, or ran out of time")
+    if report["rank"] == rank or report["reason"] not in ("died", "failed"):
+        return DBOError(f"rank {rank} was ended by the watchdog: {report['text']}")
+    return PeerFailed(report["rank"], report["text"].partition("\n")[0])
+
+
+def _add_blocked(trace: Trace, waiters: list[dict[str, Any]]) -> None:
+    """What every line waited for when the run was ended, as the deadlock detector reads it."""
+    number = 1 + max((r.id for r in trace.records), default=0)
+    for at, waiter in enumerate(waiters):
+        waits_for = {name: value for name, value in waiter.items() if name not in ("rank", "line")}
+        trace.records.append(
+            Record(number + at, waiter["rank"], waiter["line"], "blocked", waiter["what"], step=waiter["step"],
+                   layer=waiter["layer"], ubatch=waiter["ubatch"], point=waiter["point"],
+                   attrs={"waits_for": waits_for})
+        )  # fmt: skip

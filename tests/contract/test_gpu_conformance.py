@@ -1,0 +1,88 @@
+"""The same conformance suite in every world: simulated, and two and four real processes over gloo."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dbo import conformance
+from dbo.conformance import run_suite
+from gpu.world import launch as launch_processes
+from sim.world import launch as launch_simulated
+
+BACKENDS = ("nccl", "deepep_low_latency")
+
+
+def failures(results):
+    assert len(results) >= 10, [r.name for r in results]
+    return {r.name: r.problem for r in results if not r.passed}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_real_processes_keep_the_contract(ranks):
+    launch = partial(launch_processes, ranks=ranks, device="cpu", stall_s=2.0, timeout_s=120.0)
+    assert failures(run_suite(launch, ranks=ranks, backends=BACKENDS)) == {}
+
+
+def test_the_simulator_keeps_the_contract_with_numbers():
+    assert failures(run_suite(partial(launch_simulated, ranks=2), ranks=2, backends=BACKENDS)) == {}
+
+
+def test_the_simulator_keeps_the_contract_without_numbers():
+    assert failures(run_suite(partial(launch_simulated, ranks=3, mode="ordering"), ranks=3, numbers=False)) == {}
+
+
+class LosesAGive:
+    """A baton that forgets every second give."""
+
+    def __init__(self, baton):
+        self.baton, self.gives = baton, 0
+
+    def take(self):
+        self.baton.take()
+
+    def give(self):
+        self.gives += 1
+        if self.gives != 2:
+            self.baton.give()
+
+
+class KeepsTags:
+    """A world whose `restore_tags` does nothing."""
+
+    def __init__(self, world):
+        self.__dict__["world"] = world
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def restore_tags(self, tags):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("case", "broken"), [(conformance.streams_and_tags_are_the_tasks_own, KeepsTags)], ids=["restore_tags"]
+)
+def test_a_world_that_breaks_a_rule_fails_its_case(case, broken):
+    launched = launch_simulated(lambda world: conformance._run(case, broken(world)), ranks=2, mode="ordering")
+    assert all("restored" in problem for problem in launched.values)
+
+
+def test_a_baton_that_loses_a_give_is_found():
+    def program(world):
+        real = world.host.baton
+        world.host.baton = lambda name: LosesAGive(real(name))
+        return conformance._run(conformance.batons_hand_over_in_turn, world)
+
+    launched = launch_simulated(program, ranks=2, mode="ordering")
+    assert launched.deadlocked
+
+
+def test_a_rank_that_does_not_wait_for_its_peers_is_found():
+    """A launch in which nobody is ever stuck cannot pass."""
+    stuck = conformance._guarded(
+        "who_stays_away_is_named",
+        lambda: conformance._absence_is_named(launch_simulated(lambda world: "left", ranks=2, mode="ordering")),
+    )
+    assert "stuck" in stuck.problem
