@@ -39,6 +39,15 @@ class DCPLayout:
         here = np.clip(rest - self.rank * self.interleave, 0, self.interleave)
         return (whole * self.interleave + here).astype(np.int32)
 
+    def max_local_len(self, seq_len: int) -> int:
+        """Most keys that a request of `seq_len` has on any peer: a bound that all peers share."""
+        whole, rest = divmod(seq_len, self.size * self.interleave)
+        return whole * self.interleave + min(rest, self.interleave)
+
+    def positions(self, local: Any) -> Any:
+        """Where in the request this peer's `local`-th key stands; an integer or an array of any kind."""
+        return (local // self.interleave * self.size + self.rank) * self.interleave + local % self.interleave
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchPlan:

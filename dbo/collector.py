@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection inside the block: a trace of a thousand ranks is a million live objects, looked at in vain each time."""
+    """No collection inside the block: a trace of many ranks is a million live objects, looked at in vain each time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

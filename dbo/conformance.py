@@ -1,10 +1,11 @@
-"""One suite for every world: does it keep the contract of `dbo.contract`? No torch; cases with numbers import it when run.
+"""One suite for every world: does it keep `dbo.contract`? No torch; cases with numbers import it when they run.
 
     results = run_suite(lambda program, **options: launch(program, ranks=2, **options), backends=("nccl",))
     assert all(r.problem == "" for r in results)
 
 A case is a function of the rank's world; all ranks run all cases one after another in one launch. Cases that end a run
-(a rank that raises, a rank that never comes) have a launch each. A world's launcher returns what `sim.world.launch` returns.
+(a rank that raises, a rank that never comes) have a launch each. A world's launcher returns what `sim.world.launch`
+returns.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def require(condition: object, text: str) -> None:
         raise ConformanceError(text)
 
 
-# -- cases: host side ---------------------------------------------------------------------------------------------------
+# -- cases: host side -----------------------------------------------------------------------------------------------
 
 
 def batons_hand_over_in_turn(world: Any) -> None:
@@ -128,7 +129,7 @@ _VARIABLE: ContextVar[str] = ContextVar("dbo_conformance", default="unset")
 
 
 def a_worker_outlives_its_work(world: Any) -> None:
-    """One worker, several pieces of work, one of which raises; each sees the state of the task that started it, and only then."""
+    """Several pieces of work, one with an error inside; each sees the state of who started it, only then."""
     worker = world.host.worker("u0")
     seen: list[str] = []
 
@@ -219,7 +220,7 @@ HOST_CASES: tuple[Callable[[Any], None], ...] = (
 )
 
 
-# -- running --------------------------------------------------------------------------------------------------------------
+# -- running ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

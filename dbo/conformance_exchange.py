@@ -1,7 +1,8 @@
 """Cases of the conformance suite with numbers (needs torch): tensors, and exchanges with integer-coded payloads.
 
-Every row carries its origin in its values (rank, row), small enough to be exact in bf16, so that a row that arrives at the
-wrong place, twice, or not at all changes an integer. Shapes: T tokens of this rank, H hidden size, K experts a token.
+Every row carries its origin in its values (rank, row), small enough to be exact in bf16, so that a row that arrives at
+the wrong place, twice, or not at all changes an integer. Shapes: T tokens of this rank, H hidden size, K experts a
+token.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbo.conformance import require
 from dbo.config import DBOConfig
+from dbo.conformance import require
 from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.moe.interface import ExpertInputs
 
@@ -69,9 +70,7 @@ def all_to_all_moves_rows(world: Any) -> None:
         sent = world.tensors.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, 3) % 128, "sent").to(dtype)
         got = torch.empty((sum(theirs), 3), dtype=dtype, device=sent.device)
         world.group.all_to_all_single(got, sent, theirs, mine)
-        expected = [
-            [100 * source + 10 * me + i, source, me] for source in range(ranks) for i in range(theirs[source])
-        ]
+        expected = [[100 * source + 10 * me + i, source, me] for source in range(ranks) for i in range(theirs[source])]
         found = world.tensors.to_host(got, "conformance")
         wanted = np.array(expected, dtype=np.float32).reshape(-1, 3) % 128
         require(np.array_equal(found, wanted), f"rows of {dtype} by source: {found.tolist()}")
@@ -113,15 +112,19 @@ def round_trip(backend: str, traffic: Any, world: Any) -> None:
     counts = [traffic(rank, ranks)[0] for rank in range(ranks)]
     tokens, expert_of = traffic(world.rank, ranks)
     ids = np.array([[expert_of(t, k) for k in range(TOP_K)] for t in range(tokens)], dtype=np.int64).reshape(-1, TOP_K)
-    values = (np.arange(tokens) + 1)[:, None] * np.where(np.arange(HIDDEN) % 2, 1.0, -1.0)[None] + 0.0 * world.rank
+    values = (np.arange(tokens) + 1)[:, None] * np.where(np.arange(HIDDEN) % 2, 1.0, -1.0)[None]
     values[(ids < 0).all(1)] = np.nan
     x = world.tensors.from_numpy(values.astype(np.float32), "x").to(torch.bfloat16)
     topk_ids = world.tensors.from_numpy(ids, "topk_ids")
     weights = world.tensors.from_numpy(np.ones(ids.shape, dtype=np.float32), "topk_weights")
+    options: dict[str, Any] = {"low_latency_max_tokens_per_rank": MOST_TOKENS}
     config = DBOConfig(
-        data_parallel_size=ranks, enable_expert_parallel=True, all2all_backend=backend, max_num_batched_tokens=64,
-        **({"low_latency_max_tokens_per_rank": MOST_TOKENS} if backend == "deepep_low_latency" else {}),
-    )  # fmt: skip
+        data_parallel_size=ranks,
+        enable_expert_parallel=True,
+        all2all_backend=backend,
+        max_num_batched_tokens=64,
+        **(options if backend == "deepep_low_latency" else {}),
+    )
     exchange = _prepare_finalize_of(world, config, make_prepare_finalize)
     context = ForwardContext(
         attn_metadata=None, num_tokens=tokens, num_real_tokens=tokens, num_tokens_across_ranks=counts
@@ -167,5 +170,7 @@ def _experts(inputs: ExpertInputs, world: Any) -> Any:
         return inputs.x * scale[:, None, None]
     ids = inputs.topk_ids
     factors = ((ids + 1) * inputs.topk_weights * (ids >= 0)).sum(-1, keepdim=True)
-    rows = torch.where((ids >= 0).any(-1, keepdim=True), inputs.x, torch.zeros((), dtype=inputs.x.dtype, device=ids.device))
+    rows = torch.where(
+        (ids >= 0).any(-1, keepdim=True), inputs.x, torch.zeros((), dtype=inputs.x.dtype, device=ids.device)
+    )
     return (rows.float() * factors).to(inputs.x.dtype)

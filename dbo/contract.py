@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dbo.dcp.interface import ContextParallel, DCPShape
+
 
 class Event(Protocol):
     """A marker in a stream. Waiting for an event that was never recorded does nothing, as in CUDA."""
@@ -212,6 +214,9 @@ class World(Protocol):
 
     def event(self, name: str) -> Event:
         """A new event; `name` appears in reports."""
+
+    def context_parallel(self, shape: DCPShape) -> ContextParallel:
+        """This rank's end of its DCP group; called once, on all ranks, before the first step."""
 
     def new_graph(self, name: str) -> Graph:
         """An empty graph."""

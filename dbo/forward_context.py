@@ -55,7 +55,8 @@ class ForwardContext:
         ubatch: index of the ubatch, 0 when the step is not split.
         player: plays the schedule at the layer's points.
         step: number of the engine step.
-        num_tokens_across_ranks: rows of every rank in this (u)batch, by rank; from the shared decision.
+        num_tokens_across_ranks: rows that every rank dispatches in this (u)batch, by rank; from the shared decision.
+        dcp_size: C; the ranks of a DCP group have the same rows and share them out.
         graph_key: the step runs as a captured graph (`dbo.graphs.GraphKey`); None: eager.
         real_tokens: with a graph, the real tokens of each (u)batch; the metadata's own counts are baked.
     """
@@ -70,6 +71,7 @@ class ForwardContext:
     player: Player = field(default_factory=SerialPlayer)
     step: int = -1
     num_tokens_across_ranks: Sequence[int] = ()
+    dcp_size: int = 1
     graph_key: Any = None
     real_tokens: Sequence[int] = ()
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,13 +64,26 @@ class CapturedStep:
     output: Any
 
 
+def _program(context: ForwardContext) -> dict[str, list[int]]:
+    """What the step launches, read from the batch itself and not from its key: rows and prefills of each (u)batch."""
+    slices, metadata = context.ubatch_slices, context.ubatch_metadata or ()
+    rows = [context.num_tokens] if slices is None else [s.num_tokens for s in slices]
+    parts = [context.attn_metadata] if slices is None else metadata
+    return {"num_tokens": rows, "num_prefills": [sum(map(bool, getattr(m, "is_prefilling", ()))) for m in parts]}
+
+
 class StepGraphs:
-    """The captured steps of one rank."""
+    """The captured steps of one rank.
+
+    Attributes:
+        staging: entered around a capture with the graph's name: memory handed out inside belongs to the graph.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.steps: dict[GraphKey, CapturedStep] = {}
         self.capturing = False
+        self.staging: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def capture(self, context: ForwardContext, arguments: Mapping[str, Any], run: Callable[[], Any]) -> None:
         """Warm up with `run` and capture it under the context's key. The output of a failed capture is nothing.
@@ -84,9 +98,9 @@ class StepGraphs:
         run()
         context.step -= 1  # the capture is another run than its warm-up
         graph = self.world.new_graph(str(key))
-        with graph.capture():
+        with self.staging(str(key)), graph.capture():
             output = run()
-        self.world.trace.host("graph.put", str(key), key=asdict(key))
+        self.world.trace.host("graph.put", str(key), key=asdict(key), program=_program(context))
         metadata = [context.attn_metadata] if context.ubatch_slices is None else list(context.ubatch_metadata or ())
         self.steps[key] = CapturedStep(graph=graph, arguments=dict(arguments), metadata=metadata, output=output)
 
@@ -97,7 +111,7 @@ class StepGraphs:
             CaptureError: no graph was captured for the key.
         """
         key = context.graph_key
-        self.world.trace.host("graph.get", str(key), key=asdict(key))
+        self.world.trace.host("graph.get", str(key), key=asdict(key), program=_program(context))
         step = self.steps.get(key)
         if step is None:
             rule = "a step that all ranks run as a graph has been captured"

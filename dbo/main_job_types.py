@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class PromptSource(Protocol):
     """Prompts that were read but not yet encoded: only the model folder knows the tokenizer and the limits."""
 
+    @property
+    def name(self) -> str:
+        """Where they come from, as `--prompts` takes it."""
+
     def encode(self, *, encode: Callable[[str], Sequence[int]], vocab_size: int, max_tokens: int) -> list[list[int]]:
         """Token ids, one list a prompt.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dbo.config.capacity import profile_shapes
 from dbo.coordinate import decide, exchange
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.player import SchedulePlayer
@@ -34,7 +35,9 @@ class Program:
         make_slices, slice_plan: as in `dbo.slicing`.
         context: the ubatch context's class. player: the schedule player's class. kernel: the modular kernel's class.
         prepare_finalize: wraps the all-to-all backend.
+        context_parallel: wraps this rank's end of its DCP group.
         effective_config: changes what this rank says that it runs with.
+        profile: as `dbo.config.profile_shapes`: the batches that memory is reserved for.
         before_ubatch: called in each ubatch thread before it enters the ring, with the ubatch's index.
         skips_step: step -> True when the rank leaves the step out altogether.
     """
@@ -47,6 +50,8 @@ class Program:
     player: type[SchedulePlayer] = SchedulePlayer
     kernel: type[FusedMoEModularKernel] = FusedMoEModularKernel
     prepare_finalize: Callable[[Any], Any] = _same
+    context_parallel: Callable[[Any], Any] = _same
     effective_config: Callable[[dict[str, Any]], dict[str, Any]] = _same
+    profile: Callable[..., Any] = profile_shapes
     before_ubatch: Callable[[int], None] = _same
     skips_step: Callable[[int], bool] = _never

@@ -13,6 +13,7 @@ import numpy as np
 
 from dbo.config import DBOConfig, compare_configs, effective
 from dbo.contract import World
+from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.engine.requests import Request
 from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import refusal
@@ -70,7 +71,7 @@ class RankJob:
     Attributes:
         config, model_config, schedule: the same on all ranks.
         weights_of: (ep_rank, ep_size) -> this rank's weights as CPU tensors; None in ordering mode.
-        requests: by rank.
+        requests: by DP replica; the ranks of a DCP group have the same.
         program_of: rank -> its program.
         keep_logits: keep rows of logits in the outcomes.
         serial: run split steps one ubatch after another.
@@ -113,7 +114,10 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
     program = job.program_of(world.rank)
     agree_on_config(world, job.config, program)
     runner = build_runner(world, job, program)
-    for spec in job.requests[world.rank]:
+    profiled = max(rows for shape in program.profile(job.config) for rows in shape)
+    world.trace.host("reserve", what="rows", slot="forward", size=profiled)
+    # The ranks of a DCP group share requests: each schedules them by itself, with the same calls.
+    for spec in job.requests[world.rank // job.config.decode_context_parallel_size]:
         runner.scheduler.add(
             Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
         )
@@ -139,18 +143,36 @@ def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner
     config, model_config = job.config, job.model_config
     moe_layers = [i for i in range(model_config.num_hidden_layers) if model_config.is_moe_layer(i)]
     backend = program.prepare_finalize(make_prepare_finalize(world, config, model_config))
+    group = make_context_parallel(world, config, model_config, program)
     model, kv_caches, metadata_of = (
-        _skeleton(world, config, model_config, backend, program)
+        _skeleton(world, config, model_config, backend, program, group)
         if job.weights_of is None
-        else _torch_model(world, config, model_config, job.weights_of(world.rank, world.size), backend, program)
+        else _torch_model(world, config, model_config, job.weights_of(world.rank, world.size), backend, program, group)
     )
     wrapper = UBatchWrapper(
         model, world=world, schedule=job.schedule, backend=config.all2all_backend, moe_layers=moe_layers, program=program
     )
+    if group is not None:
+        wrapper.graphs.staging = group.staging
     return GPUModelRunner(
         world=world, config=config, model=model, wrapper=wrapper, kv_caches=kv_caches, metadata_of=metadata_of,
         scheduler=RequestScheduler(config), program=program, keep_logits=job.keep_logits, serial=job.serial,
     )  # fmt: skip
+
+
+def make_context_parallel(
+    world: World, config: DBOConfig, model_config: ModelConfig, program: Program
+) -> ContextParallel | None:
+    """This rank's end of its DCP group; None when it has all keys of its requests."""
+    if config.decode_context_parallel_size == 1:
+        return None
+    shape = DCPShape(
+        size=config.decode_context_parallel_size, backend=str(config.dcp_comm_backend),
+        max_rows=config.max_num_batched_tokens, num_ubatches=config.num_ubatches,
+        heads=model_config.num_attention_heads, head_dim=model_config.kv_lora_rank, dtype=config.dtype,
+    )  # fmt: skip
+    found: ContextParallel = program.context_parallel(world.context_parallel(shape))
+    return found
 
 
 def make_prepare_finalize(
@@ -181,7 +203,12 @@ def make_prepare_finalize(
 
 
 def _skeleton(
-    world: World, config: DBOConfig, model_config: ModelConfig, backend: Any, program: Program
+    world: World,
+    config: DBOConfig,
+    model_config: ModelConfig,
+    backend: Any,
+    program: Program,
+    group: ContextParallel | None,
 ) -> tuple[Any, list[Any], Callable[[Any], Any]]:
     from dbo.model.skeleton import SkeletonModel
 
@@ -191,7 +218,7 @@ def _skeleton(
         cache = world.tensors.empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
         cache.notes["block_size"] = config.block_size
         caches.append(cache)
-    return SkeletonModel(model_config, world, backend, program.kernel), caches, lambda plan: plan
+    return SkeletonModel(model_config, world, backend, program.kernel, group), caches, lambda plan: plan
 
 
 def _torch_model(
@@ -201,6 +228,7 @@ def _torch_model(
     weights: dict[str, Any],
     backend: Any,
     program: Program,
+    group: ContextParallel | None,
 ) -> tuple[Any, list[Any], Callable[[Any], Any]]:
     from dbo.attention_metadata import from_plan
     from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
@@ -216,6 +244,7 @@ def _torch_model(
         ),
         ep_rank=world.rank,
         ep_size=world.size,
+        context_parallel=group,
     )
     width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
     shape = (config.num_kv_blocks, config.block_size, width)

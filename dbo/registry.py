@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dbo.bench.timing import Benchmark
 from dbo.errors import NotAvailable, UsageError, refusal
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 WORLDS = {"sim": "sim.world:launch", "gpu": "gpu.world:launch"}
 FAULTS = {"sim": "sim.faults:catalogue"}
+BENCHMARKS = {"sim": "sim.benchmarks:benchmarks"}
 MACHINES = {"gpu": "gpu.probe:machine"}
 
 
@@ -81,6 +83,16 @@ def faults(world: str) -> Sequence[FaultInfo]:
     """
     catalogue: Sequence[FaultInfo] = _resolve(_target(FAULTS, world), world)()
     return catalogue
+
+
+def benchmarks(world: str) -> Sequence[Benchmark]:
+    """What `dbo bench` times in `world`.
+
+    Raises:
+        UsageError, NotAvailable: as for `faults`.
+    """
+    found: Sequence[Benchmark] = _resolve(_target(BENCHMARKS, world), world)()
+    return found
 
 
 def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:

@@ -17,8 +17,9 @@ import numpy as np
 from dbo.config import DBOConfig
 from dbo.contract import World
 from dbo.coordinate import Decision, RankColumn, vote
+from dbo.dcp.interface import rows_of_peer
 from dbo.engine.scheduler import RequestScheduler
-from dbo.batch_plan import BatchPlan
+from dbo.batch_plan import BatchPlan, DCPLayout
 from dbo.engine.batch import ModelInputs, build_batch, dummy_batch
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.errors import UBatchError, Unwinding
@@ -168,10 +169,10 @@ class GPUModelRunner:
         """The batch laid out; a graph has fixed numbers of requests and blocks."""
         rows = decision.num_tokens_padded[self.world.rank]
         if decision.cudagraph_mode != "FULL":
-            return build_batch(batch, num_tokens_padded=rows)
+            return build_batch(batch, num_tokens_padded=rows, dcp_layout=self._dcp_layout)
         return build_batch(
             batch, num_tokens_padded=rows, num_reqs_padded=rows // decision.uniform_query_len,
-            block_table_width=self._table_width,
+            block_table_width=self._table_width, dcp_layout=self._dcp_layout,
         )  # fmt: skip
 
     def _forward_context(
@@ -193,9 +194,11 @@ class GPUModelRunner:
             num_real_tokens=plan.num_actual_tokens,
             step=step,
             player=SerialPlayer(self.world),
-            num_tokens_across_ranks=decision.num_tokens_padded,
+            num_tokens_across_ranks=[rows_of_peer(rows, self._dcp_size) for rows in decision.num_tokens_padded],
+            dcp_size=self._dcp_size,
         )
         parts = [plan] if padded is None else [self.program.slice_plan(plan, piece) for piece in padded]
+        self.world.trace.host("use", what="rows", slot="forward", size=max(p.num_tokens_padded for p in parts))
         if padded is not None:
             self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
         if decision.cudagraph_mode == "FULL":
@@ -221,7 +224,20 @@ class GPUModelRunner:
 
     @property
     def _table_width(self) -> int:
-        return -(-self.config.max_model_len // self.config.block_size)
+        return -(-self.config.max_model_len // (self.config.block_size * self._dcp_size))
+
+    @property
+    def _dcp_size(self) -> int:
+        return self.config.decode_context_parallel_size
+
+    @property
+    def _dcp_layout(self) -> DCPLayout | None:
+        """How this rank's group spreads keys; rank = replica * C + peer."""
+        size = self._dcp_size
+        if size == 1:
+            return None
+        peer = self.world.rank % size
+        return DCPLayout(size=size, rank=peer, interleave=self.config.cp_kv_cache_interleave_size)
 
     def capture_graphs(self) -> None:
         """The capture phase: before the first step, on all ranks, largest size first; split and unsplit."""
@@ -247,7 +263,9 @@ class GPUModelRunner:
             split=split, num_tokens_padded=(tokens,) * self.world.size, cudagraph_mode="FULL", split_points=points,
             num_ubatches=ubatches, all_idle=False, uniform_query_len=1, reason="",
         )  # fmt: skip
-        inputs = dummy_batch(num_reqs=tokens, query_len=1, block_table_width=self._table_width)
+        inputs = dummy_batch(
+            num_reqs=tokens, query_len=1, block_table_width=self._table_width, dcp_layout=self._dcp_layout
+        )
         # Runs of the capture phase have negative step numbers, two each: the warm-up and the capture.
         step = -2 * (len(self.wrapper.graphs.steps) + 1)
         self.world.in_ubatch(-1, step=step)

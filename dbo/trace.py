@@ -48,8 +48,8 @@ Record kinds (attrs in braces):
     lock            {what}                                 no reservation of `what` grows from here on
     signal.set, signal.clear    {cell, round}              a flag that a peer waits for is set, and cleared
     signal.wait     {cell, round, found}                   which round a wait is for, and which one satisfied it
-    numeric         {name, error, limit, reference}        a result compared with its reference; `varied`="padding" when
-                                                           only the contents of padding rows were changed between them
+    numeric         {error, limit, reference}              a result (`name`) compared with its reference; varied="padding"
+                                                           when only the contents of padding rows differed between them
     blocked         {waits_for: {...}}                     at the end only: this line can never go on (deadlock)
 
 Device records of kernels that need SMs all at once carry `sms`; those that keep them until their peers run also
@@ -98,8 +98,7 @@ class Access(NamedTuple):
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
 
 
-@dataclass(slots=True, frozen=True)
-class BufferInfo:
+class BufferInfo(NamedTuple):
     """A storage of one rank. `owner` says whose data it may hold, for example "u0" or "" (anybody)."""
 
     id: int
@@ -163,7 +162,7 @@ class Trace:
         return {
             "schema": SCHEMA,
             "meta": self.meta,
-            "buffers": [[b.id, b.rank, b.name, b.nbytes, b.owner, b.generation] for b in self.buffers.values()],
+            "buffers": [list(buffer) for buffer in self.buffers.values()],
             "records": [_pack(r) for r in self.records],
         }
 

@@ -69,7 +69,7 @@ class UBatchContext:
 
     Attributes:
         yields: hand-overs so far. declared_yields: of the whole step, by the schedule. played_yields: those that the
-            schedule's player has passed; they differ from `yields` where somebody yields behind its back, or not at all.
+            schedule's player has passed; not equal to `yields` where somebody yields behind its back, or not at all.
     """
 
     def __init__(self, ring: Ring, index: int, compute: Stream, comm: Stream, forward: ForwardContext, ready: Barrier):
@@ -148,7 +148,7 @@ class UBatchContext:
         if self.ring.error is not None:
             raise UBatchCancelled(f"ubatch {self.ring.error_ubatch} raised")
 
-    # -- the baton ------------------------------------------------------------------------------------------------------
+    # -- the baton ----------------------------------------------------------------------------------------------------
 
     def yield_(self) -> None:
         """Hand the baton on and sleep until it comes back; restore the forward context and the current stream."""
@@ -167,7 +167,7 @@ class UBatchContext:
         set_forward_context(self.forward_context)
         world.set_stream(stream)
 
-    # -- streams ----------------------------------------------------------------------------------------------------------
+    # -- streams ------------------------------------------------------------------------------------------------------
 
     def switch_to(self, stream: Stream) -> None:
         """Change the current stream only."""
@@ -182,7 +182,7 @@ class UBatchContext:
     def yield_and_switch_to(self, stream: Stream) -> None:
         """Record done *before* the baton is passed; change and wait *after* it has come back.
 
-        Recorded after the yield, the event would also cover what the peer launched meanwhile: right answers, no overlap.
+        Recorded after the yield, the event would also cover what the peer launched: right answers, no overlap.
         """
         done = self.record_done()
         self.yield_()
@@ -196,7 +196,7 @@ class UBatchContext:
         event.record(stream)
         return event
 
-    # -- receive hooks ----------------------------------------------------------------------------------------------------
+    # -- receive hooks ------------------------------------------------------------------------------------------------
 
     def register_recv_hook(self, hook: Callable[[], None]) -> None:
         """Have the next context run `hook`; run it at once when that one has left the ring.

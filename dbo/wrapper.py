@@ -1,7 +1,7 @@
 """`UBatchWrapper`: called like the model; runs it plainly, or once per ubatch in U threads round the ring.
 
-Threads are made once. Each step installs in every ubatch thread what the caller's thread has (context variables, grad and
-inference mode, …: `World.task_state`) and removes it at the step's end.
+Threads are made once. Each step installs in every ubatch thread what the caller's thread has (context variables, grad
+and inference mode, …: `World.task_state`) and removes it at the step's end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dbo.contract import World
+from dbo.dcp.interface import rows_of_peer
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
 from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
 from dbo.graphs import StepGraphs
@@ -126,7 +127,8 @@ class UBatchWrapper:
             ubatch=index,
             player=context.player,
             step=context.step,
-            num_tokens_across_ranks=[piece.num_tokens] * self.world.size,
+            num_tokens_across_ranks=[rows_of_peer(piece.num_tokens, context.dcp_size)] * self.world.size,
+            dcp_size=context.dcp_size,
             graph_key=context.graph_key,
         )
 

@@ -1,7 +1,7 @@
 """The board: a file in shared memory on which every rank writes where it stands. The watchdog reads it.
 
-Only writers of a rank touch its part, and a row is rewritten in one piece. A reader acts only on rows that have not moved
-for a while, or on log entries, which are written once, so it needs no lock. Nothing here waits or imports torch.
+Only writers of a rank touch its part, and a row is rewritten in one piece. A reader acts only on rows that have not
+moved for a while, or on log entries, which are written once, so it needs no lock. Nothing here waits or imports torch.
 
     rank   pid, state, and the first thing that the rank itself found wrong
     line   "main", "u0" …: step, layer, ubatch, point, yields, and what it waits for

@@ -1,7 +1,8 @@
-"""`GpuWorld`: the contract's `World` for one process (needs torch): one rank, its device, its streams, its communicators."""
+"""`GpuWorld`: the contract's `World` for one process (needs torch): a rank, its device, streams and communicators."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -33,6 +34,7 @@ class GpuWorld:
         groups: the process groups.
         board: of the run, or None: nobody watches.
         keep_trace: record; without it only the board is written.
+        shared: other ranks use the same device, so how long an exchange takes says nothing.
     """
 
     mode = "numeric"
@@ -40,11 +42,13 @@ class GpuWorld:
     def __init__(
         self, *, rank: int, size: int, device: torch.device, groups: Groups, board: Board | None,
         keep_trace: bool = True,
+        shared: bool = False,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.size = size
         self.device = device
         self.asynchronous = device.type == "cuda"
+        self.measures = self.asynchronous and not shared
         self.process_groups = groups
         self.board = board
         self.rows = board.rank(rank) if board is not None else None
@@ -60,11 +64,30 @@ class GpuWorld:
         self.tensors = DeviceTensors(self)
         self.row_ops = DeviceRowOps(self)
         self._error: BaseException | None = None
+        self.unread: Any = None
         if self.asynchronous:
             self._base = torch.cuda.Event(enable_timing=True)
             self._base.record(self.compute.cuda)
             self._base.synchronize()
             self._base_us = now_us()
+
+    # -- times inside graphs ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def stamps(self) -> Any:
+        """The clock that graphs write, or None without triton: replays then leave no records."""
+        if importlib.util.find_spec("triton") is None:
+            return None
+        from gpu.stamp import Stamps
+
+        return Stamps(self.device)
+
+    def collect_stamps(self) -> None:
+        """Read the times of the last replay. Blocks until it has ended."""
+        graph, self.unread = self.unread, None
+        if graph is not None:
+            self.compute.drain()
+            graph.collect(self.stamps.read_us())
 
     # -- exchanges --------------------------------------------------------------------------------------------------
 
@@ -135,6 +158,7 @@ class GpuWorld:
             self.trace.waits(DEVICE, f"{stream.name}: {why}")
             stream.drain()
             self.trace.goes_on()
+            self.collect_stamps()
         self.trace.after_all_of(stream)
         self.trace.on_line("host.wait", stream.name, {"why": why, "declared": True})
 
@@ -214,12 +238,15 @@ class GpuWorld:
         """End the worker threads and fill in the times of device work."""
         if self.asynchronous:
             torch.cuda.synchronize(self.device)
+            self.collect_stamps()
         self.host.close()
         self.trace.resolve(self._to_us)
 
     def _stamp(self, stream: Any) -> Any:
         if not self.asynchronous:
             return now_us()
+        if self.trace.capturing:
+            return self.stamps.mark(stream)
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream.cuda)
         return event

@@ -1,20 +1,22 @@
 """Full CUDA graphs of a step (needs torch): captured with the ubatch threads at work, replayed without them.
 
-The capture opens on the stream that is current in the starter's thread; the comm stream joins it by the player's own events.
-Ubatch threads launch into it from their threads, each with the library handles that the warm-up run made there. All graphs of
-a rank share one memory pool: a replay of one may overwrite what another left, so outputs are read before the next replay.
+The capture opens on the stream that is current in the starter's thread; the comm stream joins it by the player's own
+events. Ubatch threads launch into it from their threads, each with the library handles that the warm-up run made there.
+All graphs of a rank share one memory pool: a replay of one may overwrite what another left, so outputs are read before
+the next replay. With a trace, the graph writes its own timestamps (`gpu.stamp`), and each replay leaves its records.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dbo.errors import CaptureError, refusal
+from gpu.recorder import Captured, Replayed
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
@@ -34,6 +36,8 @@ class CudaGraph:
         self.name = name
         self.exchanges: dict[str, int] = {}
         self._graph: Any = None
+        self._captured: Captured | None = None
+        self._replayed: list[Replayed] = []
 
     @contextmanager
     def capture(self) -> Iterator[CudaGraph]:
@@ -42,32 +46,38 @@ class CudaGraph:
         Raises:
             CaptureError: the program did what a capture forbids, or left a stream unjoined. Nothing is left behind.
         """
-        world, stream = self.world, self.world.current_stream()
+        world = self.world
         if world.trace.capturing:
             raise CaptureError(refusal("one capture is open at a time", "close the other one", graph=self.name))
         torch.cuda.synchronize(world.device)
-        gc.collect()  # a collection inside the capture could free what a capture must not free
+        gc.collect()
         world.trace.on_line("capture.begin", self.name, {"graph": self.name})
         before = dict(world.counters)
+        has_clock = world.trace.keeps and world.stamps is not None
+        captured = world.trace.begin_capture(before, has_clock=has_clock)
+        pool = _pool(world.device)
         graph = torch.cuda.CUDAGraph()
-        world.trace.capturing = True
-        graph.capture_begin(pool=_pool(world.device), capture_error_mode="thread_local")
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free, inside the capture, what a capture must not free
         try:
-            yield self
-        except BaseException:
-            self._abandon(graph, stream)
-            raise
-        else:
-            self._finish(graph, stream)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield self
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
+            self._finish(graph, pool)
         finally:
-            world.trace.capturing = False
+            world.trace.end_capture()
             self.exchanges = {g: n - before.get(g, 0) for g, n in world.counters.items() if n > before.get(g, 0)}
             world.counters = before
-        odd = {group: n for group, n in self.exchanges.items() if group == "low_latency" and n % 2}
-        if odd:
+            if collects:
+                gc.enable()
+        if self.exchanges.get("low_latency", 0) % 2:
             self._graph = None
             rule = "a graph makes an even number of low-latency calls, since each replay starts at buffer 0"
-            raise CaptureError(refusal(rule, "capture whole layers", graph=self.name, **odd))
+            raise CaptureError(refusal(rule, "capture whole layers", graph=self.name, calls=self.exchanges))
+        self._captured = captured
         world.trace.on_line("capture.end", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
 
     def replay(self, real_tokens: Sequence[int] = ()) -> None:
@@ -76,36 +86,55 @@ class CudaGraph:
         Raises:
             CaptureError: nothing was captured.
         """
-        if self._graph is None:
+        if self._graph is None or self._captured is None:
             raise CaptureError(refusal("a graph is captured before it is replayed", "capture it", graph=self.name))
         world = self.world
+        world.trace.end_visit(world.trace.task)
         world.trace.on_line("replay", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
         for group, count in self.exchanges.items():
-            first = world.counters.get(group, 0)
-            world.trace.came(group, first + count - 1, f"graph {self.name}"[:32])
-            world.counters[group] = first + count
+            world.trace.came(group, world.counters.get(group, 0) + count - 1, f"graph {self.name}"[:32])
+        if self._captured.has_clock and world.trace.keeps:
+            world.collect_stamps()  # of the replay before: its slots are about to be overwritten
+            self._replayed = world.trace.replay(self._captured, world.counters, real_tokens)
+            world.unread = self
+        for group, count in self.exchanges.items():
+            world.counters[group] = world.counters.get(group, 0) + count
         self._graph.replay()
 
-    def _finish(self, graph: Any, stream: Any) -> None:
+    def collect(self, slots_us: Sequence[float]) -> None:
+        """Fill in the times of the last replay, which has ended on the device."""
+        captured = self._captured
+        if captured is None:
+            return
+        values = {(id(record), name): int(value) for record, name, value in captured.later}
+        for new, old in self._replayed:
+            time_of = captured.times[old.id]
+            new.t_us = slots_us[time_of.start]
+            new.dur_us = 0.0 if time_of.stop is None else max(0.0, slots_us[time_of.stop] - new.t_us)
+            new.attrs |= {name: value for (record, name), value in values.items() if record == id(old)}
+        self._replayed = []
+
+    def _finish(self, graph: Any, pool: Any) -> None:
         try:
-            with torch.cuda.stream(stream.cuda):
-                graph.capture_end()
-        except BaseException as error:
-            self._abandon(graph, stream, ended=True)
+            graph.capture_end()
+        except RuntimeError as error:
+            self._clean_up(graph, pool)
             rule = "streams that joined a capture are joined again at its end, and nothing in it waits for the host"
             raise CaptureError(refusal(rule, "look at the cause", graph=self.name)) from error
         self._graph = graph
 
-    def _abandon(self, graph: Any, stream: Any, *, ended: bool = False) -> None:
-        """Leave nothing of a failed capture: the stream usable, the pool free for others, no graph."""
-        if not ended:
-            try:
-                with torch.cuda.stream(stream.cuda):
-                    graph.capture_end()
-            except RuntimeError as error:
-                self.world.trace.on_line("capture.end", self.name, {"graph": self.name, "calls": 0, "why": str(error)})
+    def _abandon(self, graph: Any, pool: Any) -> None:
+        """End a capture whose program has failed; its own error is the one that counts."""
+        with suppress(RuntimeError):  # what a broken capture says at its end
+            graph.capture_end()
+        self._clean_up(graph, pool)
+
+    def _clean_up(self, graph: Any, pool: Any) -> None:
+        """Leave nothing of a failed capture: streams usable, the allocator out of the pool, the pool not used again."""
         graph.reset()
-        _POOLS.pop(self.world.device.index, None)  # half-captured allocations keep their pool; the next graph gets a new one
+        with suppress(RuntimeError):  # the capture's end may have done it
+            torch._C._cuda_endAllocateToPool(self.world.device.index, pool)
+        _POOLS.pop(self.world.device.index, None)
         torch.cuda.synchronize(self.world.device)
 
 

@@ -114,7 +114,7 @@ class Exchanges:
         with self.world.peers_may_fail():
             yield
         recorder.goes_on()
-        if self.world.asynchronous:
+        if self.world.measures:
             recorder.timed(record)
 
 

@@ -1,8 +1,8 @@
-"""What a hand-over of the baton costs the host: persistent threads with raw locks against events and new threads. No torch.
+"""What a hand-over of the baton costs the host: raw locks and persistent threads against events and new ones. No torch.
 
-    ring of `threading.Event` with new threads a step      what the field does
-    persistent threads, raw locks                          `gpu.host`
-    greenlets on one thread                                the other candidate; streams would be restored by the ring
+ring of `threading.Event` with new threads a step      what the field does
+persistent threads, raw locks                          `gpu.host`
+greenlets on one thread                                the other candidate; streams would be restored by the ring
 """
 
 from __future__ import annotations

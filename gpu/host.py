@@ -1,7 +1,8 @@
 """What host threads of one rank synchronise with: raw-lock batons, a barrier, persistent workers.
 
-A raw lock is the cheapest hand-over that Python has: `release` in one thread, `acquire` in another, no condition variable and
-no queue between them. Every wait is on the board before it begins. Each object leaves its edges in the trace.
+A raw lock is the cheapest hand-over that Python has: `release` in one thread, `acquire` in another, no condition
+variable and no queue between them. Every wait is on the board before it begins. Each object leaves its edges in the
+trace.
 """
 
 from __future__ import annotations
@@ -94,12 +95,18 @@ class ThreadBarrier:
 
 
 class ThreadWorker:
-    """A thread that lives as long as its rank and sleeps between two pieces of work; a step creates none."""
+    """A thread that lives as long as its rank and sleeps between two pieces of work; a step creates none.
+
+    Attributes:
+        error: what the last piece of work raised; who submits work says what becomes of it.
+        wakes: pieces of work that it woke up for.
+    """
 
     def __init__(self, recorder: Recorder, name: str, *, stream: Any, enter: Callable[[], None]) -> None:
         self._recorder = recorder
         self.name = name
         self._work: Callable[[], None] | None = None
+        self.error: BaseException | None = None
         self._start = RawBaton(recorder, "work", waits_as=board.IDLE)
         self._end = RawBaton(recorder, f"the end of {name}", waits_as=board.JOIN)
         self.wakes = 0
@@ -108,7 +115,7 @@ class ThreadWorker:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` in the worker's thread."""
-        self._work = work
+        self._work, self.error = work, None
         self._start.give()
 
     def join(self) -> None:
@@ -131,5 +138,7 @@ class ThreadWorker:
                 return
             try:
                 work()
+            except BaseException as error:  # also what must not end a thread that others will wait for
+                self.error = error
             finally:
                 self._end.give()

@@ -1,9 +1,9 @@
 """Is a device's trace a linearisation of the partial order that the schedule promises? No torch.
 
-Two questions, for every layer of every ubatch. *Ordered*: is each point ordered before those that use what it computes, by
-streams and events alone, so that it would be in every execution? *Late*: does an exchange wait for more than its own ubatch,
-because its event was recorded after the baton had been passed? And one for the whole trace: do the measured times agree with
-its edges? The first bad edge of each kind is the message.
+Two questions, for every layer of every ubatch. *Ordered*: is each point ordered before those that use what it
+computes, by streams and events alone, so that it would be in every execution? *Late*: does an exchange wait for more
+than its own ubatch, because its event was recorded after the baton had been passed? And one for the whole trace: do
+the measured times agree with its edges? The first bad edge of each kind is the message.
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ def merge(parts: Sequence[RankRecords | None], meta: Mapping[str, Any]) -> Trace
         for rank, part in enumerate(parts)
     ]
     known = {r.id for row in rows for r in row} | set(meet_ids.values())
-    arrivals = {
-        meet_ids[meet]: [ids[rank] * stride + rank for rank in sorted(ids)] for meet, ids in members.items()
-    }
+    arrivals = {meet_ids[meet]: [ids[rank] * stride + rank for rank in sorted(ids)] for meet, ids in members.items()}
     names = {number: meet for meet, number in meet_ids.items()}
     _emit(trace, rows, known, arrivals, names)
     return trace

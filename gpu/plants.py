@@ -1,4 +1,4 @@
-"""Small planted faults for runs on devices: `python -m gpu.check` must see its own watchdog bark. Picklable, no torch."""
+"""Small planted faults for runs on devices: `python -m gpu.check` must see its own watchdog bark. No torch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ class SkipsADispatch:
         self._dispatches += mine
         if mine and self._dispatches == 2 and self._first is not None:
             receive, handle = self._first
-            self._backend._handles[1] = handle
+            self._handles[1] = handle
             return receive
         started = self._backend.prepare_async(a1, topk_weights, topk_ids)
         if mine and self._dispatches == 1:
             receive = started[1] if isinstance(started, tuple) else started
-            self._first = receive, self._backend._handles[1]
+            self._first = receive, self._handles.get(1)
         return started
+
+    @property
+    def _handles(self) -> dict[int, Any]:
+        """What the backend keeps between a ubatch's dispatch and its combine; not every backend keeps something."""
+        return getattr(self._backend, "_handles", {})
 
 
 class DropsAYield(UBatchContext):

@@ -1,4 +1,4 @@
-"""What this machine has and lacks for world `gpu`. Nothing raises but `machine`; torch is imported only by a question."""
+"""What this machine has and lacks for world `gpu`. Nothing raises but `machine`; only a question imports torch."""
 
 from __future__ import annotations
 
@@ -250,7 +250,9 @@ def _deep_ep() -> Answer:
     which, why = deep_ep_version()
     if which:
         return Answer(there=True, what=f"{which}")
-    fix = f"install {DEEPEP_V1} (V1) or {DEEPEP_V2} (V2): Python 3.12, CUDA 13; the package named deep-ep is another one"
+    fix = (
+        f"install {DEEPEP_V1} (V1) or {DEEPEP_V2} (V2): Python 3.12, CUDA 13; the package named deep-ep is another one"
+    )
     return Answer(there=False, what=why or "not installed", fix=fix)
 
 

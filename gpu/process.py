@@ -70,6 +70,8 @@ class Left:
 
 def main(spec: RankSpec) -> None:
     """Run one rank and end its process: 0 when the program returned, 1 when it raised."""
+    # All ranks are on this machine: what its name resolves to is nothing that gloo needs to know.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     watched = board.Board.open(spec.folder / "board")
     rows = watched.rank(spec.rank)
     rows.set_state(board.RUNNING, os.getpid())
@@ -99,6 +101,7 @@ def run(spec: RankSpec, watched: board.Board | None, store: Any) -> Left:
         world = GpuWorld(
             rank=spec.rank, size=spec.ranks, device=device, groups=make_groups(spec, device, store), board=watched,
             keep_trace=spec.trace,
+            shared=spec.share_device and spec.ranks > 1,
         )  # fmt: skip
         left.records, left.buffers, left.meets = world.trace.records, world.trace.buffers, world.trace.meets
         _answer_dump_requests(spec, left)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from dbo.trace import Access, BufferInfo, Record
+from dbo.trace import DEVICE_LINES, Access, BufferInfo, Record
 from gpu import board
 
 Tags = tuple[int, int, int, str]
@@ -31,12 +31,36 @@ _ENDS_A_VISIT = frozenset(("yield", "ubatch.exit", "step.end", "error", "join"))
 
 
 @dataclass(slots=True)
-class _Time:
+class Time:
     """When a device record began and ended on its stream."""
 
     stream: Any
     start: Stamp
     stop: Stamp | None = None
+
+
+@dataclass(slots=True)
+class Captured:
+    """Device work of one captured graph, to be recorded with each replay.
+
+    Attributes:
+        first: by communicator, the number of the exchange that came first.
+        has_clock: times are written by the graph itself; without, its work leaves no records.
+        later: integers that the graph computes for attributes.
+    """
+
+    first: dict[str, int]
+    has_clock: bool
+    records: list[Record] = field(default_factory=list)
+    times: dict[int, Time] = field(default_factory=dict)
+    later: list[tuple[Record, str, Any]] = field(default_factory=list)
+
+
+class Replayed(NamedTuple):
+    """A record of a replay, and the captured one that it stands for."""
+
+    record: Record
+    captured: Record
 
 
 @dataclass(eq=False)
@@ -82,8 +106,8 @@ class Recorder:
         self.rank = rank
         self.rows = rows
         self.records: list[Record] = []
-        self.capturing = False
-        self._times: dict[int, _Time] = {}
+        self.capture: Captured | None = None
+        self._times: dict[int, Time] = {}
         self._later: list[tuple[Record, str, Any]] = []
         self._tails: dict[str, int] = {}
         self.buffers: dict[int, BufferInfo] = {}
@@ -95,9 +119,14 @@ class Recorder:
         self._local = threading.local()
 
     @property
+    def capturing(self) -> bool:
+        """Device work is being captured, not done."""
+        return self.capture is not None
+
+    @property
     def keeps(self) -> bool:
-        """Device work is recorded now: not without a trace, and not while it is only being captured."""
-        return self._keep and not self.capturing
+        """Device work is recorded now: not without a trace, and not in a capture that has no clock."""
+        return self._keep and (self.capture is None or self.capture.has_clock)
 
     # -- host lines -------------------------------------------------------------------------------------------------
 
@@ -204,7 +233,7 @@ class Recorder:
 
     def later(self, record: Record, name: str, value: Any) -> None:
         """`attrs[name]` of `record` is an integer that the device still has to compute."""
-        self._later.append((record, name, value))
+        (self._later if self.capture is None else self.capture.later).append((record, name, value))
 
     def timed(self, record: Record) -> None:
         """What `record` stands for has been launched in full."""
@@ -242,7 +271,56 @@ class Recorder:
         if tail >= 0:
             self.task.after.append(tail)
 
+    # -- graphs -----------------------------------------------------------------------------------------------------
+
+    def begin_capture(self, counters: Mapping[str, int], *, has_clock: bool) -> Captured:
+        """From now on device work is captured: kept apart, to be recorded with each replay."""
+        self.end_visit(self.task)
+        self.capture = Captured(first=dict(counters), has_clock=has_clock)
+        return self.capture
+
+    def end_capture(self) -> None:
+        self.end_visit(self.task)
+        self.capture = None
+
+    def replay(self, captured: Captured, counters: Mapping[str, int], real_tokens: Sequence[int]) -> list[Replayed]:
+        """Record captured work as done once more, by the calling line, now; its times are still to be filled in."""
+        task, step = self.task, self.task.tags[0]
+        ids = {old.id: next(self._ids) for old in sorted(captured.records, key=lambda r: r.id)}
+        done = []
+        for old in captured.records:
+            attrs = dict(old.attrs)
+            shift = counters.get(attrs.get("group", "low_latency"), 0) - captured.first.get(
+                attrs.get("group", "low_latency"), 0
+            )
+            for name in ("index", "call"):
+                if name in attrs:
+                    attrs[name] += shift
+            if "tag" in attrs:
+                attrs["tag"] = [step, *attrs["tag"][1:]]
+            if "real" in attrs and 0 <= old.ubatch < len(real_tokens):
+                attrs["real"] = real_tokens[old.ubatch]
+            elif "real" in attrs and real_tokens:
+                attrs["real"] = real_tokens[0]
+            after = [ids[id] for id in old.after if id in ids]
+            after += [self._meet_again(id, captured, counters) for id in old.after if id < 0]
+            new = Record(
+                ids[old.id], self.rank, old.line, old.kind, old.name, step=step, layer=old.layer, ubatch=old.ubatch,
+                point=old.point, after=(task.last, *after) if task.last >= 0 else tuple(after), writes=old.writes,
+                attrs=attrs,
+            )  # fmt: skip
+            self._append(new)
+            done.append(Replayed(new, old))
+        return done
+
+    def _meet_again(self, reference: int, captured: Captured, counters: Mapping[str, int]) -> int:
+        group, index = self.meets[-1 - reference]
+        return self.meet_reference(group, index - captured.first.get(group, 0) + counters.get(group, 0))
+
     def _append(self, record: Record) -> None:
+        if self.capture is not None and record.line in DEVICE_LINES:
+            self.capture.records.append(record)
+            return
         self.records.append(record)
         self._tails[record.line] = record.id
 
@@ -258,12 +336,13 @@ class Recorder:
             after=(*issuer, *task.after, *after), attrs=attrs or {},
         )  # fmt: skip
         if self.keeps:
-            self._times[record.id] = _Time(stream, self._stamp(stream))
+            times = self._times if self.capture is None else self.capture.times
+            times[record.id] = Time(stream, self._stamp(stream))
         return record
 
     def _end(self, record: Record) -> None:
         if self.keeps:
-            time_of = self._times[record.id]
+            time_of = (self._times if self.capture is None else self.capture.times)[record.id]
             time_of.stop = self._stamp(time_of.stream)
 
 

@@ -1,4 +1,4 @@
-"""Streams and events of one rank (needs torch for `CudaStream`): real ones, or ones whose work is done when it is issued.
+"""Streams and events of one rank: CUDA's (needs torch), or ones whose work is done when it is issued.
 
 Both kinds write the same records, so a trace of a CPU run has the same edges as one of a device.
 """
@@ -21,9 +21,7 @@ class HostStream:
     def wait_event(self, event: HostEvent) -> None:
         if event.marker >= 0:
             self._wait(event)
-            self.world.trace.device(
-                "wait", event.name, attrs={"event": event.name}, after=(event.marker,), stream=self
-            )
+            self.world.trace.device("wait", event.name, attrs={"event": event.name}, after=(event.marker,), stream=self)
 
     def wait_stream(self, stream: HostStream) -> None:
         self.wait_event(stream.record_event())

@@ -64,7 +64,7 @@ def _in_step(name: str, lines: list[Line]) -> bool:
 
 
 def _behind(entries: dict[int, Entry], index: int) -> bool:
-    """Whether a rank has not come as far as exchange `index` (it may have passed it so long ago that it is forgotten)."""
+    """Whether a rank has not come as far as exchange `index`; one passed long ago is forgotten, not missing."""
     return max(entries, default=-1) < index
 
 

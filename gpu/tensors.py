@@ -79,7 +79,8 @@ class DeviceRowOps(TorchRowOps):
 class TorchTaskState:
     """What a ubatch thread gets from the thread that started its work, for as long as the work lasts.
 
-    Context variables, grad and inference mode, autocast, dispatch and function modes, the device and its current stream.
+    Context variables, grad and inference mode, autocast, dispatch and function modes, the device and its current
+    stream.
     """
 
     def __init__(self, world: GpuWorld) -> None:

@@ -1,8 +1,9 @@
 """The watchdog: a process that reads the board, says who is stuck on what, and ends the ranks by id.
 
-It has to be a process: a rank that waits inside a communication library may hold its interpreter's lock, so no thread of it
-can speak. It acts when nothing on the board moves for a set time and some line waits, when a rank's process is gone, when a
-rank has ended with an error and its peers have not followed, or when ranks come to one exchange with different ones in mind.
+It has to be a process: a rank that waits inside a communication library may hold its interpreter's lock, so no thread
+of it can speak. It acts when nothing on the board moves for a set time and some line waits, when a rank's process is
+gone, when a rank has ended with an error and its peers have not followed, or when ranks come to one exchange with
+different ones in mind.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Report:
 
 
 def watch(folder: Path, stall_s: float) -> None:
-    """Watch until every rank has ended; end them all when they cannot go on. Exits 0, or 1 with `report.json` written."""
+    """Watch until every rank has ended; end them when they cannot go on. Exits 0, or 1 with `report.json` written."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what an interrupt means
     watched = Board.open(folder / "board")
     parent = os.getppid()
@@ -116,7 +117,7 @@ def _differing(found: Differing) -> Report:
 
 
 def _stalled(watched: Board, *, slow: bool) -> Report | None:
-    """Nothing has moved: the report, if that is because lines wait for each other (`slow`: or for one that computes)."""
+    """Nothing has moved: the report, if lines wait for each other (`slow`: or for one that computes)."""
     waiters, running = waiters_of(watched)
     stuck = text_of(waiters, running)
     if stuck is None and slow and waiters:

@@ -24,8 +24,8 @@ from typing import Any
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError, refusal
 from dbo.trace import Record, Trace
 from gpu import board, transport
-from gpu.probe import device_count
 from gpu.merge import merge
+from gpu.probe import device_count
 from gpu.watchdog import watch
 
 STALL_S = 60.0
@@ -139,7 +139,9 @@ def _run(specs: list[Any], folder: Path, device: str, *, timeout_s: float, stall
             started.join(max(0.0, deadline - time.monotonic()))
         watchdog.join(10.0)
         if watchdog.exitcode != 0 and not (folder / "report.json").exists():
-            raise DBOError(f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched")
+            raise DBOError(
+                f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched"
+            )
     finally:
         for started in (*processes, watchdog):
             if started.pid is not None and started.is_alive():
@@ -165,9 +167,7 @@ def _collect(specs: list[Any], folder: Path, codes: list[int], device: str) -> L
     complete = all(found is not None and found.error is None for found in left)
     meta = {"world": "gpu", "ranks": len(specs), "mode": "numeric", "complete": complete, "device": device}
     trace = merge(partial, meta)
-    errors = [
-        _error(rank, found, code, report) for rank, (found, code) in enumerate(zip(left, codes, strict=True))
-    ]
+    errors = [_error(rank, found, code, report) for rank, (found, code) in enumerate(zip(left, codes, strict=True))]
     if report is not None and report["reason"] != "failed":
         _add_blocked(trace, report["waiters"])
     return Launched(

@@ -45,18 +45,24 @@ class DeviceMeeting:
 
 
 class SimGroup:
-    """One rank's end of a communicator over all ranks of the cluster."""
+    """One rank's end of a communicator over all ranks of the cluster, or over some: `members`, ranks of the cluster."""
 
-    def __init__(self, world: SimWorld, name: str) -> None:
+    def __init__(self, world: SimWorld, name: str, members: Sequence[int] | None = None) -> None:
         self.world = world
         self.name = name
         self.rank = world.rank
-        self.size = world.size
+        self.members = tuple(range(world.size)) if members is None else tuple(members)
+        self.size = len(self.members)
         self.index = 0
 
     def restart(self) -> None:
         """A new epoch: counting begins again."""
         self.index = 0
+
+    @property
+    def _ranks(self) -> int | list[int]:
+        """Who comes, as the trace says it: how many, or which of the cluster's ranks."""
+        return self.size if self.size == self.world.size else list(self.members)
 
     # -- host level -------------------------------------------------------------------------------------------------
 
@@ -82,7 +88,7 @@ class SimGroup:
         record = world.engine.host_record(
             task, "collective", op,
             {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-             "ranks": self.size, "epoch": cluster.epoch},
+             "ranks": self._ranks, "epoch": cluster.epoch},
         )  # fmt: skip
         meeting.values[self.rank] = value
         meeting.signatures[self.rank] = signature
@@ -90,7 +96,7 @@ class SimGroup:
         if len(meeting.values) == self.size and len({str(s) for s in meeting.signatures.values()}) == 1:
             meeting.complete = True
             meeting.at_us = max([task.now_us, *(t.now_us for t in meeting.tasks.values())]) + world.cost.collective_us
-            meeting.result = combine([meeting.values[r] for r in range(self.size)])
+            meeting.result = combine([meeting.values[r] for r in self.members])
             meeting.meet = cluster.host_meet(self.name, index, sorted(meeting.records.values()), meeting.at_us)
             for other in meeting.tasks.values():
                 cluster.scheduler.wake(other, meeting.at_us)
@@ -98,7 +104,7 @@ class SimGroup:
         while not meeting.complete:
             cluster.check_peers(self.rank)
             meeting.tasks[self.rank] = task
-            missing = [r for r in range(self.size) if r not in meeting.values]
+            missing = [r for r in self.members if r not in meeting.values]
             cluster.scheduler.block(("collective", self.name, index, op, tuple(missing)))
         task.now_us = max(task.now_us, meeting.at_us)
         task.edges.append(meeting.meet)
@@ -165,13 +171,15 @@ class SimGroup:
         shape, dtype = signature
         tag = list(world.task().tags)
         attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-                 "ranks": self.size, "epoch": cluster.epoch, **(rows or {})}  # fmt: skip
+                 "ranks": self._ranks, "epoch": cluster.epoch, **(rows or {})}  # fmt: skip
         if sms:
             attrs |= {"sms": sms, "holds_until_peers": True}
         arrive = stream.launch("collective", op, attrs=attrs, takes_sms=sms)
         meeting = cluster.device_meetings.get(key)
         if meeting is None:
             meeting = DeviceMeeting(cluster.open_meet(self.name, index))
+            if self.size < world.size:
+                meeting.meet.record.attrs["members"] = list(self.members)
             cluster.device_meetings[key] = meeting
         meeting.members[self.rank] = value
         meeting.signatures[self.rank] = (op, str(shape), dtype)

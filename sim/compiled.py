@@ -39,8 +39,8 @@ class DeviceOp:
 
     Attributes:
         line, kind, name, point, ubatch, layer: as in a trace record.
-        after: operations of the same rank that it waits for, by their place in the program; the one before it on its line
-            is not listed.
+        after: operations of the same rank that it waits for, by their place in the program; the one before it on its
+            line is not listed.
         joins, follows: the meeting of all ranks that it is a member of, or starts after; -1: none.
         reads, writes: arrays of the rank.
     """
@@ -103,9 +103,7 @@ class CompiledSchedule:
         return replay(self, ranks, cost=cost, slowdown=slowdown, nbytes=nbytes)
 
 
-def compile_schedule(
-    schedule: Schedule, *, backend: str, num_ubatches: int = 2, layers: int = 1
-) -> CompiledSchedule:
+def compile_schedule(schedule: Schedule, *, backend: str, num_ubatches: int = 2, layers: int = 1) -> CompiledSchedule:
     """The device program of one rank for a split step of `layers` MoE layers.
 
     Raises:
@@ -195,7 +193,9 @@ class _Compiler:
             window = self._window(self.calls % 2)
             sent = self._add(stream, "send", f"{launch.name}.send", where, reads=reads)
             meeting = self._meeting("low_latency", self.calls)
-            self._add("net", "transfer", f"{launch.name}.transfer", where, after=(sent,), joins=meeting, writes=(window,))
+            self._add(
+                "net", "transfer", f"{launch.name}.transfer", where, after=(sent,), joins=meeting, writes=(window,)
+            )
             self.sent[ubatch, launch.name] = meeting
             self.calls += 1
             return
@@ -223,8 +223,17 @@ class _Compiler:
         point, ubatch, layer = where
         self.ops.append(
             DeviceOp(
-                line=line, kind=kind, name=name, point=point, ubatch=ubatch, layer=layer, after=after, joins=joins,
-                follows=follows, reads=reads, writes=writes,
+                line=line,
+                kind=kind,
+                name=name,
+                point=point,
+                ubatch=ubatch,
+                layer=layer,
+                after=after,
+                joins=joins,
+                follows=follows,
+                reads=reads,
+                writes=writes,
             )  # fmt: skip
         )
         return len(self.ops) - 1

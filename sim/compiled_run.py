@@ -1,4 +1,4 @@
-"""A compiled schedule on R ranks: start times of every operation on every rank, races, and a trace where one is wanted."""
+"""A compiled schedule on R ranks: when every operation starts on every rank, races, a trace where one is wanted."""
 
 from __future__ import annotations
 
@@ -172,9 +172,7 @@ class _Recorder:
         if array not in self.program.windows:
             return self._read(array, rank)
         start = rank * REGION_BYTES
-        return [
-            Access.interval(self._buffer(array, peer), start, start + REGION_BYTES) for peer in range(self.ranks)
-        ]
+        return [Access.interval(self._buffer(array, peer), start, start + REGION_BYTES) for peer in range(self.ranks)]
 
     def _id(self, index: int, rank: int) -> int:
         return index * self.ranks + rank

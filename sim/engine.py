@@ -5,8 +5,8 @@ collective or an all-to-all is a `Meet`, a node without a stream that others dep
 time, only when no host task can run (the host races ahead of the device, as on real machines), and writes a record for
 each when it is done. So the trace is topologically ordered by construction.
 
-A compute node's `run` acts at its start. A communication node may also have `finish`, which acts at its end: it reads its
-input early and writes its output late, so that a missing wait shows as stale or poisoned bytes, not only as a race.
+A compute node's `run` acts at its start. A communication node may also have `finish`, which acts at its end: it reads
+its input early and writes its output late, so that a missing wait shows as stale or poisoned bytes, not only as a race.
 
 A device has so many SMs. A node that takes some waits until they are free; whoever takes them frees them at its end, or
 lets a later node do so (a kernel that spins until its peers come holds them over the meeting).
@@ -20,7 +20,6 @@ from typing import Any
 
 from dbo.trace import Access, BufferInfo, Record, Trace
 from sim.tasks import Scheduler, Task
-
 
 SMS_PER_DEVICE = 132
 
@@ -116,7 +115,10 @@ class Engine:
         takes_sms: int = 0,
         frees_sms: int = 0,
     ) -> Node:
-        """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others."""
+        """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others.
+
+        It waits for `takes_sms` free SMs of its rank's device before it starts, and frees `frees_sms` at its end.
+        """
         edges = [n.record.id for n in after]
         ready_us = 0.0
         if issued_by is not None:
@@ -178,7 +180,7 @@ class Engine:
                 if node.run is not None:
                     self._act(node, node.run)
                     node.run = None
-                if node.finish is not None:
+                if node.finish is not None or node.frees_sms:  # SMs are free when it ends, not before
                     heapq.heappush(self._heap, (node.end_us, record.id, 1, node))
                     continue
             elif node.finish is not None:

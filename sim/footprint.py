@@ -20,8 +20,8 @@ class Launch:
     Attributes:
         name: as in the trace.
         reads, writes: logical arrays.
-        kind: "op"; "collective": arrive, meet all ranks, exchange; "send": a send, a transfer beside the streams, a meeting;
-            "recv": the receive of the latest send of the same half.
+        kind: "op"; "collective": arrive, meet all ranks, exchange; "send": a send, a transfer beside the streams, a
+            meeting; "recv": the receive of the latest send of the same half.
     """
 
     name: str

@@ -132,7 +132,10 @@ class SimGraph:
             real_tokens: by ubatch, what sends carry in the trace.
         """
         world, task = self.world, self.world.task()
-        world.engine.host_record(task, "replay", self.name, {"graph": self.name, "calls": len(self.calls)})
+        attrs: dict[str, Any] = {"graph": self.name, "calls": len(self.calls)}
+        if self.low_latency_calls:  # its calls alternate from buffer 0 on, so it starts at an even one
+            attrs |= {"baked": {"low_latency_buffer": 0}, "live": {"low_latency_buffer": world.low_latency.calls % 2}}
+        world.engine.host_record(task, "replay", self.name, attrs)
         stream, tags = task.stream, task.tags
         world.replaying = self
         world.replay_real_tokens = list(real_tokens)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dbo.trace import Access
 from sim import tensors
@@ -160,21 +163,27 @@ class NumericMover:
 
 
 class TorchTaskState:
-    """What a ubatch thread inherits: context variables, grad mode, inference mode, autocast."""
+    """What a ubatch thread inherits: context variables, grad and inference mode, autocast, function and dispatch modes.
+
+    A default device is a function mode.
+    """
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu")
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self._modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
         def body() -> Any:
-            with (
-                torch.inference_mode(self._inference),
-                torch.set_grad_enabled(self._grad),
-                torch.autocast("cpu", enabled=self._autocast),
-            ):
+            enabled, dtype = self._autocast
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(self._inference))
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+                stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
+                for mode in self._modes:  # outermost first
+                    stack.enter_context(mode)
                 return work(*args)
 
         return self._context.copy().run(body)

@@ -73,12 +73,12 @@ def launch(
 ) -> Symbol:
     """Queue `name` on the current stream: it reads `reads`, writes `writes` and a fresh result of `shape`."""
     result = Symbol(world, shape, itemsize=itemsize, name=name)
+    read, written = _accesses(reads), _accesses((result, *writes))
     if duration_us is None:
-        duration_us = world.cost.kernel(result.nbytes + sum([s.nbytes for s in reads]) + sum([s.nbytes for s in writes]))
+        duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]))
     world.current_stream().launch(
-        "op", name, reads=_accesses(reads), writes=_accesses((result, *writes)), duration_us=duration_us,
-        src=world.source(),
-    )  # fmt: skip
+        "op", name, reads=read, writes=written, duration_us=duration_us, src=world.source()
+    )
     return result
 
 

@@ -1,7 +1,7 @@
-"""Host tasks under one scheduler: greenlets or OS threads, one runs at a time, and who is next is a `Strategy`'s choice.
+"""Host tasks under one scheduler: greenlets or OS threads, one runs at a time, and a `Strategy` chooses the next one.
 
-A task runs until it blocks. When no task can run, the scheduler asks its `idle` callback (the devices) to make progress;
-when that cannot either, the remaining tasks are deadlocked: `on_deadlock` is told, and every task is unwound.
+A task runs until it blocks. When no task can run, the scheduler asks its `idle` callback (the devices) to make
+progress; when that cannot either, the remaining tasks are deadlocked: `on_deadlock` is told, every task is unwound.
 
 Code that touches torch runs on OS threads always: grad mode, inference mode and dispatch modes are per thread.
 """

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from dbo.collector import collector_paused
+from dbo.dcp.interface import DCPShape
 from dbo.trace import Trace
 from sim.alltoall.copy_symbols import SymbolCopyPayload, SymbolCopyRows
 from sim.alltoall.elastic import ElasticBuffer
@@ -27,6 +28,7 @@ from sim.alltoall.symmetric import SymmetricMemory
 from sim.alltoall.symmetric_memory import Fabric
 from sim.collectives import DeviceMeeting, HostMeeting, SimGroup, peer_failed
 from sim.cost import CostTable
+from sim.dcp.fabric import DirectFabric
 from sim.engine import Engine, Node
 from sim.graph import SimGraph
 from sim.host import SimBarrier, SimBaton, SimWorker
@@ -72,6 +74,7 @@ class Cluster:
         self.device_meetings: dict[Any, DeviceMeeting] = {}
         self.exchanges: dict[tuple[int, int], Exchange] = {}
         self.fabric = Fabric(self)
+        self.direct_fabric = DirectFabric(self)
         self.low_latency_windows = tuple(SymmetricWindow(self, f"low_latency.recv{i}") for i in range(2))
         self.failed: dict[int, BaseException] = {}
         self.recovering: dict[int, tuple[int, Task]] = {}
@@ -227,6 +230,13 @@ class SimWorld:
         self.high_throughput = HighThroughputBuffer(self, flat)
         self.elastic = ElasticBuffer(self, flat)
         self.symmetric = SymmetricMemory(self, copies, cluster.fabric)
+        self.restarted: list[Callable[[], None]] = []
+
+    def context_parallel(self, shape: DCPShape) -> Any:
+        """See `dbo.contract.World`."""
+        from sim.dcp.build import context_parallel
+
+        return context_parallel(self, shape)
 
     def task(self) -> Task:
         """The calling host task."""
@@ -246,6 +256,8 @@ class SimWorld:
         self.high_throughput.restart()
         self.elastic.restart()
         self.symmetric.restart()
+        for restart in self.restarted:
+            restart()
 
     def event(self, name: str) -> SimEvent:
         return SimEvent(self, name)

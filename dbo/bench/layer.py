@@ -1,4 +1,4 @@
-"""A split step of some MoE layers through the real wrapper, ring, player, kernel and backend, without an engine around it.
+"""A split step of some MoE layers through the real wrapper, ring, player, kernel and backend, without an engine.
 
 What is timed here is the code that a rank runs between two coordinations; the batch is the smallest that can be split.
 """
@@ -73,9 +73,7 @@ class LayerJob:
     @cached_property
     def slices(self) -> list[Any]:
         """Of the ubatches."""
-        _, slices = maybe_create_ubatch_slices(
-            True, [1] * self.tokens, self.tokens, self.tokens, self.num_ubatches
-        )
+        _, slices = maybe_create_ubatch_slices(True, [1] * self.tokens, self.tokens, self.tokens, self.num_ubatches)
         return slices or []
 
     @cached_property
@@ -95,6 +93,7 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
             model, world=world, schedule=job.schedule, backend=job.backend, moe_layers=range(job.layers)
         )
         world.in_ubatch(-1, step=0)
+        world.trace.host("step.begin", tokens=job.tokens, requests=job.tokens)
         context = ForwardContext(
             attn_metadata=None, kv_caches=_caches(world, job), num_tokens=job.tokens, num_real_tokens=job.tokens,
             ubatch_slices=job.slices, ubatch_metadata=job.parts, step=0, player=SerialPlayer(world),
@@ -107,6 +106,11 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
                 positions=upload(job.plan.positions, "positions"),
             )
         world.tensors.to_host(world.tensors.rows(hidden, 0, 1), "sample")
+        world.in_ubatch(-1, step=0)
+        world.trace.host(
+            "step.end", status="ok", error="", rows=job.tokens, expected_rows=job.tokens,
+            live_threads=wrapper.live_threads,
+        )  # fmt: skip
 
     return program
 

@@ -1,8 +1,8 @@
 """buffer-reuse: ordered, but the bytes belong to somebody else by then.
 
 Five rules: the numbered calls of a low-latency exchange, owner tags (`tags` on writes, `expects` on reads: buffer id ->
-whose data), buffers that belong to one ubatch, buffers that were freed before an operation on them was launched, and flags
-between ranks.
+whose data), buffers that belong to one ubatch, buffers that were freed before an operation on them was launched, and
+flags between ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _Key = tuple[int, str, str]
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
-    """Every use against the reservation before it, by rank, thing and slot; sizes that are alive together are summed."""
+    """Every use against the reservation before it, by rank, thing and slot; sizes alive together are summed."""
     found = Findings(ID)
     reserved: dict[_Key, Record] = {}
     locked: dict[tuple[int, str], Record] = {}
@@ -38,7 +38,9 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
 def _judge_growth(record: Record, before: Record | None, lock: Record | None, found: Findings) -> None:
     if lock is not None and (before is None or _size(record) > _size(before)):
         was = 0 if before is None else _size(before)
-        found.violate(f"{_what(record)} grows from {was} to {_size(record)} after the lock (#{lock.id})", record, lock.id)
+        found.violate(
+            f"{_what(record)} grows from {was} to {_size(record)} after the lock (#{lock.id})", record, lock.id
+        )
 
 
 def _judge_use(record: Record, reserved: Record | None, found: Findings) -> None:

@@ -25,24 +25,24 @@ def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
     found = [
         Choice(what=record.attrs.get("what", record.name), records=(record.id,)) for record in trace.of_kind("choice")
     ]
-    last: dict[tuple[int, str], Record] = {}
+    last: dict[tuple[int, str], tuple[Record, Record | None]] = {}
     for record in trace.records:
         if record.line not in ("compute", "comm"):
             continue
-        before = last.get((record.rank, record.line))
-        if before is not None and not _enqueued_in_order(before, record, happens):
+        other = happens.issuer(record)
+        before, issuer = last.get((record.rank, record.line), (None, None))
+        if before is not None and not _enqueued_in_order(issuer, other, record, happens):
             found.append(Choice(what=_words(before, record, happens), records=(before.id, record.id)))
-        last[record.rank, record.line] = record
+        last[record.rank, record.line] = record, other
     return found
 
 
-def _enqueued_in_order(first: Record, second: Record, happens: HappensBefore) -> bool:
-    """Whether `first` is enqueued before `second` in every execution.
+def _enqueued_in_order(issuer: Record | None, other: Record | None, second: Record, happens: HappensBefore) -> bool:
+    """Whether what `issuer` launched is enqueued before `second`, which `other` launched, in every execution.
 
     An operation is launched between its host record and the next one of that line, so the next one has to come before
     something that `second` is launched after.
     """
-    issuer, other = happens.issuer(first), happens.issuer(second)
     if issuer is None or other is None:
         return False
     if issuer.line == other.line:

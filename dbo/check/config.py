@@ -1,4 +1,4 @@
-"""config: ranks run with different effective configurations, or die of one that they accepted."""
+"""config: ranks run with different effective configurations, ignore what one asks, or die of one that they accepted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Trace
+from dbo.trace import Record, Trace
 
 ID = "config"
-SENTENCE = "ranks are configured differently, or a rank dies in set-up of a configuration that it accepted"
+SENTENCE = "ranks are configured differently, or accept a configuration and then ignore it or die of it in set-up"
 UNIT = "configurations compared"
 
+_ACCEPTED = "enable_dbo=True is accepted and can do nothing"
 _REFUSALS = frozenset(("ConfigError", "NotAvailable", "UsageError", "PeerFailed"))
 
 
@@ -31,15 +32,31 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
                 record,
                 first.id,
             )
+    if first is not None:
+        _judge_promise(first, found)
     _judge_setup(trace, found)
     return found
+
+
+def _judge_promise(record: Record, found: Findings) -> None:
+    """DBO that has no exchange to hide is asked for in vain; it is refused, not ignored."""
+    config = need(record, "config")
+    if not config.get("enable_dbo"):
+        return
+    ranks = config.get("data_parallel_size", 2) * config.get("decode_context_parallel_size", 1)
+    if not config.get("enable_expert_parallel", True):
+        found.violate(f"{_ACCEPTED}, enable_expert_parallel=False: there are no experts to exchange with", record)
+    elif ranks < 2:
+        found.violate(
+            f"{_ACCEPTED}, data_parallel_size={config['data_parallel_size']}: there is nobody to exchange with", record
+        )
 
 
 def _judge_setup(trace: Trace, found: Findings) -> None:
     """What cannot work is refused by name before it is accepted; it does not die of something else on the way."""
     accepted = {record.rank: record for record in trace.of_kind("config")}
     started = {record.rank for record in trace.of_kind("step.begin")}
-    for record in trace.of_kind("error"):
+    for record in sorted(trace.of_kind("error"), key=lambda r: (r.rank, r.id)):
         config = accepted.get(record.rank)
         if config is None or record.rank in started or record.line != "main" or record.attrs.get("type") in _REFUSALS:
             continue

@@ -24,8 +24,8 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Judges each rank's captures in order of issue, then each lookup against what was stored before it."""
     found = Findings(ID)
     records = sorted(trace.records, key=lambda r: r.id)
-    _judge_captures(records, found)
     _judge_keys(records, found)
+    _judge_captures(records, found)
     return found
 
 

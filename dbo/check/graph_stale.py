@@ -60,8 +60,8 @@ def _judge(
         now = present.get((replay.rank, slot))
         if now is not None and now.attrs["generation"] != need(bake, "generation"):
             found.violate(
-                f"{who} uses slot {slot} as of generation {bake.attrs['generation']}; it was allocated anew (generation "
-                f"{now.attrs['generation']}, #{now.id}), and the old memory belongs to somebody else",
+                f"{who} uses slot {slot} as of generation {bake.attrs['generation']}; it was allocated anew "
+                f"(generation {now.attrs['generation']}, #{now.id}), and the old memory belongs to somebody else",
                 replay,
                 now.id,
                 bake.id,

@@ -132,6 +132,8 @@ class HappensBefore:
         the line that the work belongs to.
         """
         known = self.issuers(record)
+        if len(known) < 2:
+            return known[0] if known else None
         home = f"u{record.ubatch}" if record.ubatch >= 0 else "main"
         at_home = [source for source in known if source.line == home]
         return max(at_home or known, key=lambda source: source.id, default=None)

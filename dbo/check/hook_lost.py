@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dbo.check.happens import HappensBefore
-from dbo.check.hooks import Hook, failed_steps, hooks_of
+from dbo.check.hooks import Hook, hooks_of, unwound_steps
 from dbo.check.violation import Findings
 from dbo.trace import Trace
 
@@ -15,14 +15,14 @@ UNIT = "registered hooks"
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """A step that raised may drop its hooks; every other hook runs, unless the run was cut before its holder left."""
     found = Findings(ID)
-    hooks, failed = hooks_of(trace), failed_steps(trace)
+    hooks, unwound = hooks_of(trace), unwound_steps(trace)
     overwritten = _overwritten(hooks)
     left = {(r.rank, r.step, r.ubatch) for r in trace.of_kind("ubatch.exit")}
     complete = trace.meta.get("complete", True)
     for hook in hooks:
         record = hook.registered
         found.checked += 1
-        if hook.runs or (record.rank, record.step) in failed:
+        if hook.runs or (record.rank, record.step) in unwound:
             continue
         over = overwritten.get(record.id)
         if complete or over or hook.drops or (record.rank, record.step, hook.holder) in left:

@@ -56,6 +56,14 @@ def failed_steps(trace: Trace) -> set[tuple[int, int]]:
     return {(record.rank, record.step) for record in trace.of_kind("error")}
 
 
+def unwound_steps(trace: Trace) -> set[tuple[int, int]]:
+    """(rank, step) of every step in which a ubatch raised: the ring drops its hooks.
+
+    A step may also fail after its ubatches have ended, for example on the numbers that a lost hook left.
+    """
+    return {(r.rank, r.step) for r in trace.of_kind("error") if r.line.startswith("u")}
+
+
 def _attach_receives(trace: Trace, hooks: list[Hook]) -> None:
     """A hook launches the receives that its owner's records carry between its run and the runner's next turn."""
     ends: dict[tuple[int, str], list[int]] = {}

@@ -25,7 +25,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         error, limit = float(need(record, "error")), float(need(record, "limit"))
         if not error <= limit:
             found.violate(
-                f"{need(record, 'name')} of rank {record.rank} is off by {error:.3g}, allowed are {limit:.3g}; "
+                f"{record.name} of rank {record.rank} is off by {error:.3g}, allowed are {limit:.3g}; "
                 f"reference: {need(record, 'reference')}",
                 record,
             )

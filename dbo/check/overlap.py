@@ -74,7 +74,7 @@ def measure(trace: Trace, rank: int | None = None, *, happens: HappensBefore | N
     if comm_us == 0:
         return Overlap(hidden_share=None, ideal_share=None, exposed_us=0.0, comm_us=0.0)
     return Overlap(
-        hidden_share=hidden_us / comm_us,
+        hidden_share=min(1.0, hidden_us / comm_us),
         ideal_share=ideal_us / comm_us,
         exposed_us=max(0.0, comm_us - hidden_us),
         comm_us=comm_us,

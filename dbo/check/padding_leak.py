@@ -1,5 +1,4 @@
-"""padding-leak: padding rows travel to experts, write their KV outside the null block, change real rows, or are not needed.
-"""
+"""padding-leak: padding rows are dispatched, write KV outside the null block, change real rows, or are not needed."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ UNIT = "dispatches, (u)batches, decisions, comparisons that vary the padding"
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Dispatches send real rows only; slots of padding rows lie in the reserved block.
 
-    What padding holds changes no real row (a `numeric` record with varied="padding"); a step that is neither split nor a
-    graph pads no rank beyond its own count.
+    What padding holds changes no real row (a `numeric` record with varied="padding"); a step that is neither split nor
+    a graph pads no rank beyond its own count.
     """
     found = Findings(ID)
     for record in trace.records:
@@ -71,7 +70,7 @@ def _judge_influence(record: Record, found: Findings) -> None:
     error, limit = float(need(record, "error")), float(need(record, "limit"))
     if not error <= limit:
         found.violate(
-            f"{need(record, 'name')} of rank {record.rank} changes by {error:.3g} when only padding rows change "
+            f"{record.name} of rank {record.rank} changes by {error:.3g} when only padding rows change "
             f"({need(record, 'reference')}): padding is selected away, not multiplied by 0",
             record,
         )

@@ -55,7 +55,7 @@ class _Phase:
         """Whether every member happens before record `id`."""
         size = len(self.members)
         if size <= _FEW:
-            return all([happens.ordered(member.record.id, id) for member in self.members])
+            return all(happens.ordered(member.record.id, id) for member in self.members)
         if self._frontier is None or self._frontier[0] != size:
             self._frontier = size, happens.frontier([member.record.id for member in self.members])
         return happens.follows(id, self._frontier[1])

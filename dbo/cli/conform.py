@@ -27,7 +27,10 @@ def add_arguments(parser: Parser) -> None:
         "--mode", choices=("numeric", "ordering"), default="numeric", help="with numbers or without (default numeric)"
     )
     parser.add_argument(
-        "--all2all-backend", action="append", metavar="NAME", help="exchanges to try, may be repeated (default: those built)"
+        "--all2all-backend",
+        action="append",
+        metavar="NAME",
+        help="exchanges to try (default: those built)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="world gpu only")
     parser.add_argument("--share-device", action="store_true", help="world gpu: all ranks on the first device")

@@ -21,7 +21,13 @@ from dbo.cli.progress import Reached
 from dbo.errors import DBOError, NotAvailable, UsageError
 
 # Name -> module. A module has HELP (a line), add_arguments(parser) and run(args, reached) -> Answer.
-COMMANDS = {"check": "dbo.cli.check", "conform": "dbo.cli.conform", "doctor": "dbo.cli.doctor"}
+COMMANDS = {
+    "bench": "dbo.cli.bench",
+    "check": "dbo.cli.check",
+    "conform": "dbo.cli.conform",
+    "doctor": "dbo.cli.doctor",
+    "show": "dbo.cli.show",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

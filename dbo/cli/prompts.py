@@ -31,6 +31,7 @@ class PromptFile:
     """Prompts of a file, in its order. Implements `dbo.main_job_types.PromptSource`."""
 
     lines: tuple[Line, ...]
+    name: str = ""
 
     def encode(self, *, encode: Callable[[str], Sequence[int]], vocab_size: int, max_tokens: int) -> list[list[int]]:
         """Token ids, one list a prompt.
@@ -69,7 +70,8 @@ def read_prompts(path: Path) -> PromptFile:
         numbered.pop()
     is_json = path.suffix in (".jsonl", ".json") or text.lstrip()[0] in "[{"
     read = _json_line if is_json else _text_line
-    return PromptFile(lines=tuple(read(where, line) for where, line in numbered if not is_json or line.strip()))
+    lines = tuple(read(where, line) for where, line in numbered if not is_json or line.strip())
+    return PromptFile(lines=lines, name=str(path))
 
 
 def _text_line(where: str, line: str) -> Line:

@@ -18,7 +18,6 @@ IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
     "sim": {
         "all2all_backend": frozenset(facts.BACKENDS),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
-        "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),
     },
     "gpu": {

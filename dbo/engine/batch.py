@@ -98,7 +98,9 @@ def build_batch(
     return ModelInputs(plan, input_ids, logit_rows, tuple(r.request_id for r in requests))
 
 
-def dummy_batch(*, num_reqs: int, query_len: int, block_table_width: int) -> ModelInputs:
+def dummy_batch(
+    *, num_reqs: int, query_len: int, block_table_width: int, dcp_layout: DCPLayout | None = None
+) -> ModelInputs:
     """A uniform decode batch of made-up requests that touch the null block only: what a graph is captured with."""
     num_tokens = num_reqs * query_len
     ones_R = np.ones(num_reqs, dtype=np.int32)
@@ -116,6 +118,8 @@ def dummy_batch(*, num_reqs: int, query_len: int, block_table_width: int) -> Mod
         positions=np.tile(np.arange(query_len, dtype=np.int64), num_reqs),
         causal=True,
         is_prefilling=np.zeros(num_reqs, dtype=bool),
+        dcp_local_seq_lens=None if dcp_layout is None else dcp_layout.local_seq_lens(ones_R * np.int32(query_len)),
+        dcp_layout=dcp_layout,
     )
     no_rows = np.zeros(0, dtype=np.int64)
     return ModelInputs(plan, np.zeros(num_tokens, dtype=np.int64), no_rows, tuple(f"dummy-{i}" for i in range(num_reqs)))

@@ -66,26 +66,42 @@ class MLAttention:
 
         Padding rows give 0.
         """
-        cache_rows = kv_cache.view(-1, kv_cache.shape[-1])
-        written = projected.latents[: batch.slot_mapping.shape[0]]
-        cache_rows.index_copy_(0, batch.slot_mapping, written.to(kv_cache.dtype))
-        attended = self._core(projected.queries, cache_rows, batch)
+        attended = self._core(projected.queries, self.write(projected.latents, kv_cache, batch), batch)
         values = torch.bmm(attended.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
         # Selected, not multiplied: what a padding row computed may be NaN.
         return (values.flatten(1) @ self.w["o_proj.weight"].t()).masked_fill(batch.padding_rows, 0.0)
 
-    def _core(self, queries: torch.Tensor, cache_rows: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Softmax attention of `queries` `[T, heads, latent + rope]`: `[T, heads, latent]`."""
-        heads, latent = self.config.num_attention_heads, self.config.kv_lora_rank
-        if batch.empty:
-            return torch.zeros_like(queries[..., :latent])
+    def write(self, latents: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Write the rows' latents to their slots; the cache as rows `[slots, latent + rope]`."""
+        cache_rows = kv_cache.view(-1, kv_cache.shape[-1])
+        written = latents[: batch.slot_mapping.shape[0]]
+        cache_rows.index_copy_(0, batch.slot_mapping, written.to(kv_cache.dtype))
+        return cache_rows
+
+    def scores(
+        self, queries: torch.Tensor, cache_rows: torch.Tensor, batch: PagedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores `[R, Q, heads, S]` fp32, minus infinity where a key is hidden, and the contexts `[R, S, latent + rope]`."""
         num_reqs, num_queries, _, num_keys = batch.hidden_keys.shape
+        heads = self.config.num_attention_heads
         context = cache_rows.index_select(0, batch.context_slots).view(num_reqs, num_keys, -1).to(queries.dtype)
         # Slots that a request has not written hold anything, and a weight of 0 does not hide a NaN.
         context = context.masked_fill(batch.context_padding, 0.0)
         padded = queries.index_select(0, batch.query_rows).view(num_reqs, num_queries * heads, -1)
         scores = torch.bmm(padded, context.transpose(1, 2)).view(num_reqs, num_queries, heads, num_keys)
-        scores = (scores.float() * self.scale).masked_fill(batch.hidden_keys, float("-inf"))
-        probabilities = scores.softmax(dim=-1).to(queries.dtype).view(num_reqs, num_queries * heads, num_keys)
+        return (scores.float() * self.scale).masked_fill(batch.hidden_keys, float("-inf")), context
+
+    def mix(self, scores: torch.Tensor, context: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Softmax of the scores over the latents of the contexts, by row: `[T, heads, latent]`."""
+        num_reqs, num_queries, heads, num_keys = scores.shape
+        latent = self.config.kv_lora_rank
+        probabilities = scores.softmax(dim=-1).to(context.dtype).view(num_reqs, num_queries * heads, num_keys)
         mixed = torch.bmm(probabilities, context[..., :latent])
         return mixed.view(num_reqs * num_queries, heads, latent).index_select(0, batch.row_queries)
+
+    def _core(self, queries: torch.Tensor, cache_rows: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Softmax attention of `queries` `[T, heads, latent + rope]`: `[T, heads, latent]`."""
+        if batch.empty:
+            return torch.zeros_like(queries[..., : self.config.kv_lora_rank])
+        scores, context = self.scores(queries, cache_rows, batch)
+        return self.mix(scores, context, batch)

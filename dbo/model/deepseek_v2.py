@@ -12,10 +12,13 @@ from typing import Protocol
 
 import torch
 
+from dbo.dcp.interface import ContextParallel
 from dbo.errors import ConfigError, refusal
 from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.attention import MLAttention
 from dbo.model.config import ModelConfig
+from dbo.model.dcp_attention import DCPAttention
+from dbo.model.dcp_moe import all_rows, own_rows
 from dbo.model.layers import MLP, Weights, rms_norm
 from dbo.model.layout import EMBEDDING, FINAL_NORM, INV_FREQ, LM_HEAD, layer_prefix, local_experts
 from dbo.model.paging import PagedBatch, plan_paged_batch
@@ -59,12 +62,18 @@ class DecoderLayer:
         index: int,
         make_prepare_finalize: MakePrepareFinalize,
         make_kernel: MakeKernel,
+        context_parallel: ContextParallel | None,
     ) -> None:
         prefix = layer_prefix(index)
+        self.group = context_parallel
         self.index, self.eps = index, config.rms_norm_eps
         self.input_norm = weights[f"{prefix}.input_layernorm.weight"]
         self.post_attention_norm = weights[f"{prefix}.post_attention_layernorm.weight"]
-        self.attention = MLAttention(config, weights, f"{prefix}.self_attn")
+        self.attention = (
+            MLAttention(config, weights, f"{prefix}.self_attn")
+            if context_parallel is None
+            else DCPAttention(config, weights, f"{prefix}.self_attn", context_parallel)
+        )
         self.mlp: MLP | None = None
         if not config.is_moe_layer(index):
             self.mlp = MLP(weights, f"{prefix}.mlp")
@@ -92,8 +101,16 @@ class DecoderLayer:
         hidden = rms_norm(residual, self.post_attention_norm, self.eps)
         if self.mlp is not None:
             return residual + self.mlp(hidden)
-        topk_weights, topk_ids = self.router(hidden, batch.padding_rows)
-        return residual + self.kernel.forward(hidden, topk_weights, topk_ids, layer=self.index)
+        return residual + self._experts(hidden, batch.padding_rows)
+
+    def _experts(self, hidden: torch.Tensor, padding_rows: torch.Tensor) -> torch.Tensor:
+        """Routed and shared experts of `[T, H]`; the peers of a DCP group share the rows out."""
+        num_rows, group = hidden.shape[0], self.group
+        if group is not None:
+            hidden, padding_rows = own_rows(hidden, group), own_rows(padding_rows, group, fill=True)
+        topk_weights, topk_ids = self.router(hidden, padding_rows)
+        out = self.kernel.forward(hidden, topk_weights, topk_ids, layer=self.index)
+        return out if group is None else all_rows(out, group, num_rows)
 
 
 class DeepseekV2ForCausalLM:
@@ -104,6 +121,7 @@ class DeepseekV2ForCausalLM:
         make_prepare_finalize: the all-to-all backend of an MoE layer; its `layout` chooses the experts' form.
         make_kernel: builds an MoE layer's kernel from that backend, this rank's experts and the shared experts.
         ep_rank, ep_size: the rank that `weights` were loaded for; `local_experts` follows from them.
+        context_parallel: this rank's end of its DCP group; None: its cache holds all keys.
 
     Raises:
         ConfigError: `weights` hold another number of routed experts than `ep_size` says.
@@ -118,6 +136,7 @@ class DeepseekV2ForCausalLM:
         make_kernel: MakeKernel,
         ep_rank: int = 0,
         ep_size: int = 1,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         self.config = config
         self.local_experts = local_experts(config, ep_rank=ep_rank, ep_size=ep_size)
@@ -126,7 +145,7 @@ class DeepseekV2ForCausalLM:
         self.lm_head = self.embedding if config.tie_word_embeddings else weights[LM_HEAD]
         self.rotation_scale = rotation_scale(config)
         self.layers = [
-            DecoderLayer(config, weights, index, make_prepare_finalize, make_kernel)
+            DecoderLayer(config, weights, index, make_prepare_finalize, make_kernel, context_parallel)
             for index in range(config.num_hidden_layers)
         ]
 

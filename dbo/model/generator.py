@@ -7,7 +7,6 @@ cache to change tokens, and that the gaps which greedy decoding and routing deci
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from dbo.model.config import ModelConfig, parse_model_config
+from dbo.model.config import ModelConfig
+from dbo.model.frame import write_frame
 from dbo.model.layout import EMBEDDING, checkpoint_shapes
 from dbo.model.loader import SINGLE
-from dbo.model.tokenizer import BOS_ID, BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, write_byte_tokenizer
 
 # Standard deviation of a projection's output for an input of size 1, by the ending of the tensor's name.
 GAINS = {
@@ -46,67 +45,11 @@ def generate_model_folder(
     Raises:
         ModelFormatError: a configuration that `load_model_config` would refuse.
     """
-    path = Path(path)
-    raw = _published_config(hidden_size=hidden_size, num_layers=num_layers) | overrides
-    config = parse_model_config(raw)
-    path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", raw)
-    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    _write_json(path / "generation_config.json", {"do_sample": False, **ids})
-    write_byte_tokenizer(path, max_length=config.max_position_embeddings)
+    config = write_frame(path, hidden_size=hidden_size, num_layers=num_layers, **overrides)
     generator = np.random.Generator(np.random.Philox(seed))
     weights = {name: _weight(name, shape, generator) for name, shape in checkpoint_shapes(config).items()}
-    save_file(weights, path / SINGLE, metadata={"format": "pt"})
+    save_file(weights, Path(path) / SINGLE, metadata={"format": "pt"})
     return config
-
-
-def _published_config(*, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    return {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "vocab_size": BYTE_VOCAB_SIZE,
-        "hidden_size": hidden_size,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 64,
-        "q_lora_rank": 96,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 8,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
 
 
 def _weight(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> torch.Tensor:
@@ -117,7 +60,3 @@ def _weight(name: str, shape: tuple[int, ...], generator: np.random.Generator) -
     std = 1.0 if name == EMBEDDING else gain / shape[-1] ** 0.5
     integers = torch.from_numpy(generator.integers(-(2**15), 2**15, size=shape, dtype=np.int16))
     return (integers.float() * (std * 3**0.5 / 2**15)).to(torch.bfloat16)
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

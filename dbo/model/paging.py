@@ -26,6 +26,8 @@ class PagedBatch:
         context_padding: `[R, S, 1]` bool, positions that the request does not have (yet).
         hidden_keys: `[R, Q, 1, S]` bool, keys that a query must not see.
         empty: no request at all (a host fact): there is nothing to attend to.
+        local_seq_lens, query_start_loc: `[R]` keys of each request on this DCP peer and `[R + 1]` first rows; None without
+            DCP. With it, contexts are what lies on this peer: S is the most keys that a request can have here.
     """
 
     slot_mapping: torch.Tensor
@@ -36,12 +38,15 @@ class PagedBatch:
     context_padding: torch.Tensor
     hidden_keys: torch.Tensor
     empty: bool
+    local_seq_lens: torch.Tensor | None = None
+    query_start_loc: torch.Tensor | None = None
 
 
 def plan_paged_batch(metadata: Any, positions: torch.Tensor, *, block_size: int) -> PagedBatch:
     """Derive the indices of a batch of T rows from its `CommonAttentionMetadata` and `positions` `[T]`."""
     num_rows, num_reqs = positions.shape[0], metadata.num_reqs
-    num_queries, num_keys = metadata.max_query_len, metadata.max_seq_len
+    num_queries, layout = metadata.max_query_len, metadata.dcp_layout
+    num_keys = metadata.max_seq_len if layout is None else layout.max_local_len(metadata.max_seq_len)
     starts = metadata.query_start_loc[: num_reqs + 1].long()
     rows, queries, keys = (torch.arange(n, device=positions.device) for n in (num_rows, num_queries, num_keys))
     # Either bound alone is exact in eager mode; a captured graph sees only the device's.
@@ -52,9 +57,13 @@ def plan_paged_batch(metadata: Any, positions: torch.Tensor, *, block_size: int)
     offset = (rows - starts.index_select(0, request)).clamp(min=0, max=max(num_queries - 1, 0))
 
     blocks = metadata.block_table_tensor[:num_reqs].long().index_select(1, keys // block_size)
-    context_padding = keys >= metadata.seq_lens[:num_reqs, None]
+    # On a DCP peer a block holds its own keys only, side by side in order of position.
+    lens, key_positions = metadata.seq_lens, keys
+    if layout is not None:
+        lens, key_positions = metadata.dcp_local_seq_lens, layout.positions(keys)
+    context_padding = keys >= lens[:num_reqs, None]
     query_positions = positions.index_select(0, query_rows.flatten()).view_as(query_rows)
-    after_query = keys > query_positions[:, :, None]
+    after_query = key_positions > query_positions[:, :, None]
     return PagedBatch(
         slot_mapping=metadata.slot_mapping.long(),
         padding_rows=padding_rows,
@@ -64,4 +73,6 @@ def plan_paged_batch(metadata: Any, positions: torch.Tensor, *, block_size: int)
         context_padding=context_padding[:, :, None],
         hidden_keys=(after_query | context_padding[:, None, :])[:, :, None, :],
         empty=metadata.num_actual_tokens == 0,
+        local_seq_lens=None if layout is None else lens[:num_reqs],
+        query_start_loc=None if layout is None else metadata.query_start_loc[: num_reqs + 1],
     )

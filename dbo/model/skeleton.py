@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo.contract import World
+from dbo.dcp.interface import ContextParallel, rows_of_peer
 from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.config import ModelConfig
 from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular
@@ -31,6 +32,7 @@ class SkeletonModel:
 
     Args:
         make_kernel: as for the model: (prepare_finalize, experts, shared_experts) -> modular kernel.
+        context_parallel: this rank's end of its DCP group; None: its cache holds all keys.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class SkeletonModel:
         world: World,
         prepare_finalize: FusedMoEPrepareAndFinalizeModular,
         make_kernel: Callable[..., Any],
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         self.config = config
+        self.group = context_parallel
         self.world = world
         self.kernel = make_kernel(prepare_finalize, SkeletonExperts(world), self._shared)
 
@@ -67,15 +71,38 @@ class SkeletonModel:
         # A graph may touch any block: which ones is data.
         read, written = ([cache], [cache]) if context.graph_key is not None else self._cache_blocks(cache, plan)
         op("kv_write", [qkv], (0,), writes=written)
-        attended = op("attention", [qkv, *read], (tokens, self.config.hidden_size))
-        hidden = op("o_proj", [attended, hidden], hidden.shape)
+        if self.group is None:
+            attended = op("attention", [qkv, *read], (tokens, self.config.hidden_size))
+            hidden = op("o_proj", [attended, hidden], hidden.shape)
+        else:
+            hidden = self._shared_attention(self.group, qkv, read, hidden)
         if not self.config.is_moe_layer(layer):
             return op("mlp", [hidden], hidden.shape)
-        ids = op("gate", [hidden], (tokens, self.config.num_experts_per_tok))
+        return op("residual", [hidden, self._experts(hidden, layer, context)], hidden.shape)
+
+    def _shared_attention(self, group: ContextParallel, qkv: Any, read: list[Any], hidden: Any) -> Any:
+        """`dbo.model.dcp_attention`: all heads over own keys, exchange, own heads' projection, sum over the group."""
+        op, config, tokens = self.world.tensors.op, self.config, hidden.shape[0]
+        partial = op("attention", [qkv, *read], (tokens, config.num_attention_heads, config.kv_lora_rank))
+        lse = op("lse", [qkv, *read], (tokens, config.num_attention_heads))
+        merged = group.reduce_heads(partial, lse, None, None)
+        summed = group.all_reduce(op("o_proj", [merged], hidden.shape))
+        return op("add_attention", [summed, hidden], hidden.shape)
+
+    def _experts(self, hidden: Any, layer: int, context: ForwardContext) -> Any:
+        """Gate and kernel; the peers of a DCP group share the rows out."""
+        op, group, real = self.world.tensors.op, self.group, context.num_real_tokens
+        tokens = hidden.shape[0]
+        if group is not None:
+            share = rows_of_peer(tokens, group.size)
+            real = max(0, min(share, real - group.rank * share))
+            hidden = op("own_rows", [hidden], (share, *hidden.shape[1:]))
+        ids = op("gate", [hidden], (hidden.shape[0], self.config.num_experts_per_tok))
         # Rows with an expert id: padding rows have -1 and are not dispatched. A graph learns at each replay how many.
-        ids.notes["rows"] = None if context.graph_key is not None else context.num_real_tokens
+        ids.notes["rows"] = None if context.graph_key is not None else real
         weights = op("gate_weights", [hidden], ids.shape)
-        return op("residual", [hidden, self.kernel.forward(hidden, weights, ids, layer=layer)], hidden.shape)
+        out = self.kernel.forward(hidden, weights, ids, layer=layer)
+        return out if group is None else group.all_gather_rows(out).rows(0, tokens)
 
     def _shared(self, hidden: Any) -> Any:
         return self.world.tensors.op("shared_experts", [hidden], hidden.shape)
@@ -83,9 +110,8 @@ class SkeletonModel:
     def _cache_blocks(self, cache: Any, plan: Any) -> tuple[list[Any], list[Any]]:
         """Views of the blocks that this (u)batch reads, and of the slots that its real rows write."""
         size = int(cache.notes["block_size"])
-        read = sorted(
-            {int(b) for row, n in zip(plan.block_table, plan.seq_lens, strict=True) for b in row[: -(-n // size)]}
-        )
+        lens = plan.seq_lens if plan.dcp_local_seq_lens is None else plan.dcp_local_seq_lens
+        read = sorted({int(b) for row, n in zip(plan.block_table, lens, strict=True) for b in row[: -(-n // size)]})
         slots = sorted({int(s) for s in plan.slot_mapping[: plan.num_actual_tokens]})
         return [cache.rows(b * size, (b + 1) * size) for b in read], [cache.rows(a, b) for a, b in _runs(slots)]
 

@@ -3,11 +3,12 @@
 model      the values             ring       the order that all ubatches give together
 text       the file form          validate   what must hold before anything runs
 order      the Order line         drawing    the Comp and Comm rows
-presets    schedules by name
+presets    schedules by name      oplist     lists of operations with yield markers
 """
 
 from dbo.schedule.drawing import drawing
 from dbo.schedule.model import BACKENDS, HOOK_BACKENDS, POINTS, Hook, Item, Point, Program, Schedule, Yield
+from dbo.schedule.oplist import parse_operations
 from dbo.schedule.order import order_line
 from dbo.schedule.presets import default_schedule, load_schedule, presets
 from dbo.schedule.ring import Step, ring_order, steady_window
@@ -29,6 +30,7 @@ __all__ = [
     "drawing",
     "load_schedule",
     "order_line",
+    "parse_operations",
     "parse_schedule",
     "presets",
     "ring_order",

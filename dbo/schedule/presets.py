@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from dbo.errors import ScheduleError, refusal
 from dbo.schedule.model import HOOK_BACKENDS, Schedule
+from dbo.schedule.oplist import parse_operations
 from dbo.schedule.text import parse_schedule
 
 
@@ -35,7 +36,7 @@ def presets() -> MappingProxyType[str, Schedule]:
 
 
 def load_schedule(name_or_path: str | Path) -> Schedule:
-    """A preset by name or alias, else a file.
+    """A preset by name or alias, else a file: a schedule, or with the suffix `.ops` a list of operations.
 
     Raises:
         ScheduleError: neither a preset nor a file that can be read; the message lists the presets.
@@ -53,6 +54,8 @@ def load_schedule(name_or_path: str | Path) -> Schedule:
             refusal("a schedule is a preset or a file", f"use one of {names}, or a path", schedule=name_or_path)
             + f" ({type(error).__name__})"
         ) from error
+    if path.suffix == ".ops":
+        return parse_operations(text, name=path.stem, source=str(path))
     return parse_schedule(text, source=str(path))
 
 

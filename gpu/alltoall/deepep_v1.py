@@ -1,7 +1,8 @@
 """DeepEP V1 behind `World.low_latency` and `World.high_throughput` (needs torch and `deep_ep`).
 
-Both wrap one `deep_ep.Buffer` a mode and add what the project needs around each call: the board, the trace, the call's number.
-The group is gloo: it is used only to exchange handles when a buffer is made, so two ranks may share one device.
+Both wrap one `deep_ep.Buffer` a mode and add what the project needs around each call: the board, the trace, the call's
+number. The group is gloo: it is used only to exchange handles when a buffer is made, so two ranks may share one
+device.
 
 Facts the code below relies on, with DeepEP 1.2.1:
 
@@ -13,6 +14,7 @@ Facts the code below relies on, with DeepEP 1.2.1:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,42 +47,52 @@ def load() -> Any:
         rule = "DeepEP V1 is the library behind the deepep_low_latency and deepep_high_throughput backends"
         found = f"DeepEP {which}" if which else why or "nothing"
         raise NotAvailable(refusal(rule, f"install {DEEPEP_V1} (Python 3.12, CUDA 13)", found=found))
-    import deep_ep
+    return importlib.import_module("deep_ep")
 
-    return deep_ep
+
+LEAST_BYTES = 2**28
+"""A low-latency buffer has at least this size, so that a later run of the process finds room in it."""
+
+_KEPT: dict[str, Any] = {}
+"""The process's buffers by mode. The libraries under DeepEP are set up once: a second run takes the same ones."""
 
 
 class DeepEPLowLatency:
-    """`deep_ep.Buffer` in low-latency mode, made with the first call, when sizes are known: all ranks come to it together."""
+    """`deep_ep.Buffer` in low-latency mode, made with the first call, when sizes are known, by all ranks."""
 
     def __init__(self, world: GpuWorld, process_group: Any) -> None:
         self.world = world
         self.process_group = process_group
         self.library = load()
         self._buffer: Any = None
-        self._made_for: tuple[int, int, int] = (0, 0, 0)
+        self._sizes: tuple[int, int, int] = (0, 0, 0)
         self._results = [world.trace.new_buffer(f"{LOW_LATENCY}.result{i}", 1) for i in range(2)]
 
     def make_buffer(self, most_tokens: int, hidden: int, num_experts: int) -> Any:
-        """The buffer for these sizes; a collective call the first time.
+        """The buffer, laid out for these sizes; a collective call whenever they change.
 
         Raises:
-            ConfigError: it was made for other sizes.
+            ConfigError: this process has made a smaller one.
         """
         sizes = (most_tokens, hidden, num_experts)
-        if self._buffer is None:
-            buffer_class = self.library.Buffer
-            self._made_for = sizes
-            size = buffer_class.get_low_latency_rdma_size_hint(most_tokens, hidden, self.world.size, num_experts)
-            self._buffer = buffer_class(
-                self.process_group, num_nvl_bytes=0, num_rdma_bytes=size, low_latency_mode=True,
+        if sizes == self._sizes:
+            return self._buffer
+        buffer_class = self.library.Buffer
+        size = buffer_class.get_low_latency_rdma_size_hint(most_tokens, hidden, self.world.size, num_experts)
+        if LOW_LATENCY not in _KEPT:
+            _KEPT[LOW_LATENCY] = buffer_class(
+                self.process_group, num_nvl_bytes=0, num_rdma_bytes=max(size, LEAST_BYTES), low_latency_mode=True,
                 num_qps_per_rank=num_experts // self.world.size, allow_nvlink_for_low_latency_mode=True,
                 explicitly_destroy=True,
             )  # fmt: skip
-        if sizes != self._made_for:
-            rule = "one low-latency buffer serves one size"
-            fix = "use one model and one --low-latency-max-tokens-per-rank a process"
-            raise ConfigError(refusal(rule, fix, made_for=self._made_for, asked=sizes))
+        self._buffer = _KEPT[LOW_LATENCY]
+        if size > self._buffer.num_rdma_bytes:
+            rule = "a process makes one low-latency buffer"
+            fix = "start another process for the larger model, or lower --low-latency-max-tokens-per-rank"
+            raise ConfigError(refusal(rule, fix, buffer_bytes=self._buffer.num_rdma_bytes, needed_bytes=size))
+        # Flags lie where the sizes put them, and have to be zero there.
+        self._buffer.clean_low_latency_buffer(most_tokens, hidden, num_experts)
+        self._sizes = sizes
         return self._buffer
 
     def low_latency_dispatch(
@@ -106,12 +118,6 @@ class DeepEPLowLatency:
             x, topk_idx, topk_weights, handle, async_finish=async_finish, return_recv_hook=return_recv_hook
         )
         return combined, event, self._receives("combine", call, hook)
-
-    def destroy(self) -> None:
-        """Give the buffer's memory back; all ranks do it together."""
-        if self._buffer is not None:
-            self._buffer.destroy()
-            self._buffer = None
 
     def _sends(self, op: str, topk_idx: torch.Tensor) -> int:
         recorder = self.world.trace
@@ -144,7 +150,12 @@ class DeepEPHighThroughput:
         self.world = world
         self.library = load()
         self._exchanges = Exchanges(world, HIGH_THROUGHPUT)
-        buffer_class, ranks = self.library.Buffer, world.size
+        if HIGH_THROUGHPUT not in _KEPT:
+            _KEPT[HIGH_THROUGHPUT] = self._make(process_group, world.size)
+        self.buffer = _KEPT[HIGH_THROUGHPUT]
+
+    def _make(self, process_group: Any, ranks: int) -> Any:
+        buffer_class = self.library.Buffer
         before = buffer_class.num_sms
         buffer_class.set_num_sms(MOST_COMM_SMS)
         try:
@@ -152,7 +163,7 @@ class DeepEPHighThroughput:
         finally:
             buffer_class.set_num_sms(before)
         size = max(config.get_nvl_buffer_size_hint(LARGEST_HIDDEN_BYTES, ranks) for config in configs)
-        self.buffer = buffer_class(process_group, num_nvl_bytes=size, num_rdma_bytes=0, explicitly_destroy=True)
+        return buffer_class(process_group, num_nvl_bytes=size, num_rdma_bytes=0, explicitly_destroy=True)
 
     @property
     def num_sms(self) -> int:
@@ -181,7 +192,3 @@ class DeepEPHighThroughput:
     def combine(self, x: torch.Tensor, handle: Any, **options: Any) -> Any:
         with self._exchanges.exchange("combine", {"shape": [int(x.shape[-1])], "dtype": str(x.dtype)}):
             return self.buffer.combine(x, handle, **options)
-
-    def destroy(self) -> None:
-        """Give the buffer's memory back; all ranks do it together."""
-        self.buffer.destroy()

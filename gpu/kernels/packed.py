@@ -51,15 +51,22 @@ def _pack(
     head = flat % H
     live = row < num_rows
     source = row * stride_out_row + head * stride_out_head
-    target = (((head // N) * num_rows + row) * N + head % N) * (D + L)
-    for start in range(0, D, BLOCK_D):
+    # Rows of D + L elements begin anywhere, whatever Triton concludes from runs of `head % N`: it took multiples of 4 for
+    # granted that are none, and stored four words at once where only one is aligned (tests/gpu/ptx_alignment.py).
+    target = tl.multiple_of((((head // N) * num_rows + row) * N + head % N) * (D + L), 1)
+    dim = tl.arange(0, BLOCK_D)
+    inside = live[:, None] & (dim < D)[None, :]
+    # Under way while the chain of loads behind the mask runs.
+    bits = tl.load(out + source[:, None] + dim[None, :] * stride_out_dim, mask=inside)
+    lanes = masked_lse_bits(
+        lse, row, head, live, stride_lse_row, stride_lse_head, seq_lens, query_start_loc, num_requests, HAS_MASK
+    )
+    tl.store(send + target[:, None] + dim[None, :], bits, mask=inside)
+    for start in range(BLOCK_D, D, BLOCK_D):
         dim = start + tl.arange(0, BLOCK_D)
         inside = live[:, None] & (dim < D)[None, :]
         bits = tl.load(out + source[:, None] + dim[None, :] * stride_out_dim, mask=inside)
         tl.store(send + target[:, None] + dim[None, :], bits, mask=inside)
-    lanes = masked_lse_bits(
-        lse, row, head, live, stride_lse_row, stride_lse_head, seq_lens, query_start_loc, num_requests, HAS_MASK
-    )
     if L == 1:
         tl.store(send + target + D, lanes, mask=live)
     else:
@@ -139,9 +146,9 @@ class TritonKernels:
         num_warps: warps of a program.
     """
 
-    pack_bytes: int = 16384
-    merge_elements: int = 4096
-    num_warps: int = 4
+    pack_bytes: int = 4096
+    merge_elements: int = 8192
+    num_warps: int = 8
 
     def pack(
         self,

@@ -430,8 +430,9 @@ def test_the_text_says_per_step_votes_padding_and_slices_then_the_layer_and_the_
     text = dbo("--model", folder, "--mode", "ordering", json=False).out
     header = next(line for line in text.splitlines() if line.startswith("step "))
     assert all(word in header for word in ("votes", "split", "tokens", "padded", "slices"))
-    for pattern in (r"^\s*Comp \|", r"^\s*Comm ", r"^\s*Order: D0\.send A0_1 A1_1 D0\.recv D1\.send MLP0", r"^overlap: ",
-                    r"^invariants: ", r"^verdict: proved$", r"^trace: ", r"^replay: dbo check"):  # fmt: skip
+    order = r"^\s*Order: D0\.send A0_1 A1_1 D0\.recv D1\.send MLP0"
+    for pattern in (r"^\s*Comp \|", r"^\s*Comm ", order, r"^overlap: ", r"^invariants: ", r"^verdict: proved$",
+                    r"^trace: ", r"^replay: dbo check"):  # fmt: skip
         assert re.search(pattern, text, re.MULTILINE), pattern
     assert "ubatches exchanged" in text
 
@@ -459,7 +460,8 @@ def test_the_default_command_is_proved_with_equal_tokens_and_no_forced_drain(num
     assert (numbers["verdict"], numbers["exit"], numbers["violations"]) == ("proved", 0, [])
     assert numbers["reference"]["tokens_equal"] is True and numbers["reference"]["max_rel_err"] < 1e-4
     assert numbers["forced_drains"] == 0
-    assert (numbers["ranks"], numbers["backend"], numbers["schedule"]) == (2, "deepep_low_latency", "mlp_shared_overlap")
+    assert (numbers["ranks"], numbers["backend"]) == (2, "deepep_low_latency")
+    assert numbers["schedule"] == "mlp_shared_overlap"
     assert numbers["peak_bytes"] < 2 * 2**30
 
 

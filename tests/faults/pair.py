@@ -1,7 +1,7 @@
 """A pair: a buggy program and its fixed twin. All detectors judge both; no torch here.
 
-The programs run in the simulator, so both twins are judged by their traces alone. The harness below plays what an engine
-is around the component of `dbo` that a case is about: ranks, a coordinated step, a ring of ubatches.
+The programs run in the simulator, so both twins are judged by their traces alone. The harness below plays what an
+engine is around the component of `dbo` that a case is about: ranks, a coordinated step, a ring of ubatches.
 """
 
 from __future__ import annotations
@@ -201,15 +201,15 @@ def ring_step(
 Decide = Callable[[np.ndarray, CommonConfig], Decision]
 
 
-def decided(world: SimWorld, column: RankColumn, common: CommonConfig, *, policy: Decide = decide, **more: Any) -> Decision:
+def decided(
+    world: SimWorld, column: RankColumn, common: CommonConfig, *, policy: Decide = decide, **more: Any
+) -> Decision:
     """Coordinate a step the shipped way: exchange the column, then decide by `policy`; both go into the trace."""
     world.in_ubatch(-1, step=column.step)
     world.trace.host("step.begin", tokens=column.real_tokens, requests=column.real_tokens)
     table = exchange(world.control, column)
     decision = policy(table, common)
-    world.trace.host(
-        "decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict() | more
-    )
+    world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict() | more)
     return decision
 
 

@@ -30,7 +30,7 @@ def nothing(world: SimWorld) -> None:
     return None
 
 
-# -- the vote of a dummy batch --------------------------------------------------------------------------------------
+# -- the vote of a dummy batch ----------------------------------------------------------------------------------------
 
 
 def votes_from_counts(table: np.ndarray, common: CommonConfig) -> Decision:
@@ -94,7 +94,11 @@ def mixed_step(own: bool) -> Trace:
 
 
 GRAPHS = DBOConfig(
-    data_parallel_size=2, enable_expert_parallel=True, cudagraph_mode="FULL", capture_sizes=(16, 64, 128), max_num_seqs=128
+    data_parallel_size=2,
+    enable_expert_parallel=True,
+    cudagraph_mode="FULL",
+    capture_sizes=(16, 64, 128),
+    max_num_seqs=128,
 )
 
 
@@ -296,7 +300,8 @@ PAIRS = [
     ),
     Pair(
         case="NVIDIA/Megatron-LM#1810", id="collective-mismatch", uses=MODEL_ONLY,
-        buggy=lambda: gated(one_event=True, strategy=C2First()), fixed=lambda: gated(one_event=False, strategy=C2First()),
+        buggy=lambda: gated(one_event=True, strategy=C2First()),
+        fixed=lambda: gated(one_event=False, strategy=C2First()),
         culprit={"rank": 1}, says=("ep #0 differs in tag", "'c1'", "'c2'"),
     ),
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from tests.faults.storages import Storages
 ROWS = ((4, 8), torch.float32)
 
 
-# -- one workspace under two ubatches: vllm#46990 ----------------------------------------------------------------------
+# -- one workspace under two ubatches: vllm#46990 ---------------------------------------------------------------------
 
 
 def two_in_flight(slot_of: Callable[[int], Slot], *, waits: bool = False) -> Trace:
@@ -69,7 +69,7 @@ def one_for_all(ubatch: int) -> Slot:
     return Slot(0, "exchange")
 
 
-# -- metadata builders in one scratch slot: vllm#58161 ------------------------------------------------------------------
+# -- metadata builders in one scratch slot: vllm#58161 ----------------------------------------------------------------
 
 
 def built(names_slot: bool, seen: dict[str, list[int]] | None = None) -> Trace:
@@ -93,7 +93,7 @@ def built(names_slot: bool, seen: dict[str, list[int]] | None = None) -> Trace:
     return run(program)
 
 
-# -- two receive buffers: DeepEP#513 ------------------------------------------------------------------------------------
+# -- two receive buffers: DeepEP#513 ----------------------------------------------------------------------------------
 
 
 def outstanding(count: int) -> Trace:
@@ -127,7 +127,7 @@ def loses_a_flag(count: int, *, clears_at_send: bool) -> bool:
     return False
 
 
-# -- flags between ranks: uccl#993, uccl#986 ------------------------------------------------------------------------------
+# -- flags between ranks: uccl#993, uccl#986 --------------------------------------------------------------------------
 
 
 def cleaned(*, barrier: bool) -> Trace:
@@ -182,7 +182,8 @@ PAIRS = [
     Pair(
         case="vllm-project/vllm#46990", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
         buggy=lambda: two_in_flight(one_for_all), fixed=lambda: two_in_flight(per_ubatch),
-        culprit={"rank": 0, "ubatch": 0}, says=("expects u0 in workspace and can find u1",), also=frozenset({"stream-race"}),
+        culprit={"rank": 0, "ubatch": 0}, says=("expects u0 in workspace and can find u1",),
+        also=frozenset({"stream-race"}),
     ),
     Pair(
         case="vllm-project/vllm#46990", name="strict wait", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
@@ -195,7 +196,8 @@ PAIRS = [
         culprit={"rank": 0}, says=("attention u0", "expects u0 in metadata and finds u1", "build u1"),
     ),
     Pair(
-        case="deepseek-ai/DeepEP#513", id="buffer-reuse", uses="dbo.moe.deepep_low_latency.DeepEPLowLatencyPrepareAndFinalize",
+        case="deepseek-ai/DeepEP#513", id="buffer-reuse",
+        uses="dbo.moe.deepep_low_latency.DeepEPLowLatencyPrepareAndFinalize",
         buggy=lambda: outstanding(3), fixed=lambda: outstanding(1),
         culprit={"rank": 0}, says=("call 1", "clears the flags of buffer 0 before call 0", "2 calls outstanding"),
         also=frozenset({"stream-race"}),

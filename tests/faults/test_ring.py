@@ -19,7 +19,7 @@ class Broken(DBOError):
     """What a body raises on purpose."""
 
 
-# -- a peer that has left -----------------------------------------------------------------------------------------------
+# -- a peer that has left ---------------------------------------------------------------------------------------------
 
 
 class DepartedLooksPresent(UBatchContext):
@@ -40,7 +40,7 @@ def shrinking(context: type[UBatchContext], *, hook: bool) -> Trace:
     return run(lambda world: ring_step(world, [yields(2), longer], declared=[2, 3], context=context))
 
 
-# -- another number of ubatches in the next step --------------------------------------------------------------------
+# -- another number of ubatches in the next step ----------------------------------------------------------------------
 
 
 class RingSizeOfTheProcess(UBatchContext):
@@ -72,7 +72,7 @@ def narrower(context: type[UBatchContext]) -> Trace:
     return run(program)
 
 
-# -- threads that raise -------------------------------------------------------------------------------------------------
+# -- threads that raise -----------------------------------------------------------------------------------------------
 
 
 class DiesSilently(UBatchContext):
@@ -173,7 +173,7 @@ PAIRS = [
     raises("vllm-project/vllm#55586", "raise", buggy=DiesSilently, fixed=UBatchContext,
            bodies=[raising(1, 2), yields(2)], ubatch=0),
     Pair(
-        case="vllm-project/vllm#30120", id="deadlock", uses="dbo.ubatch.make_ubatch_contexts",
+        case="vllm-project/vllm#30120", id="deadlock", uses="dbo.ubatch.UBatchContext",
         buggy=lambda: narrower(RingSizeOfTheProcess), fixed=lambda: narrower(UBatchContext),
         culprit={"rank": 0, "step": 1}, says=("baton u0", "baton u1"),
     ),
@@ -191,6 +191,12 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_pair(pair: Pair) -> None:
     check_pair(pair)
+
+
+def test_a_hook_for_a_departed_peer_runs_at_once_in_its_owner() -> None:
+    trace = shrinking(UBatchContext, hook=True)
+    (hook,) = trace.of_kind("hook.run")
+    assert (hook.attrs["owner"], hook.attrs["runner"], hook.line) == (1, 1, "u1")
 
 
 def test_a_narrower_step_hands_over_from_0_to_1_to_0() -> None:

@@ -28,7 +28,7 @@ def named(trace: Trace, name: str) -> Record:
     return record
 
 
-# -- the event that an exchange waits for: vllm#38451, and vllm#27666 as its mirror image ---------------------------------
+# -- the event that an exchange waits for: vllm#38451, and vllm#27666 as its mirror image -----------------------------
 
 
 class RecordsAfterTheYield(UBatchContext):
@@ -69,7 +69,7 @@ def exchange_after_a(context: type[UBatchContext]) -> Trace:
     return run(lambda world: ring_step(world, [u0, u1], declared=[1, 1], context=context))
 
 
-# -- the event handed to the communication library: vllm#27666 ----------------------------------------------------------
+# -- the event handed to the communication library: vllm#27666 --------------------------------------------------------
 
 
 def whatever_is_current(make: Callable[[], Any]) -> Any:
@@ -92,7 +92,7 @@ def dispatch_with(previous_event: Callable[..., Any]) -> Trace:
     return run(lambda world: ring_step(world, [u0, yields(0)]))
 
 
-# -- a fill that comes with an allocation: DeepEP#589 -----------------------------------------------------------------------
+# -- a fill that comes with an allocation: DeepEP#589 -----------------------------------------------------------------
 
 
 class DeterministicFill(SymbolRowOps):

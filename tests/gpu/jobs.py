@@ -13,9 +13,10 @@ from dbo.config import DBOConfig
 from dbo.model.config import load_model_config
 from dbo.model.generator import generate_model_folder
 from dbo.moe.interface import ExpertInputs
+from dbo.player import SchedulePlayer
 from dbo.program import Program
 from dbo.rank import CleanPrograms, FolderWeights, RankJob, RequestSpec
-from dbo.schedule import load_schedule
+from dbo.schedule import Item, Yield, load_schedule
 from dbo.ubatch import UBatchContext, dbo_current_ubatch_id
 
 STALL_S = 3.0
@@ -48,8 +49,10 @@ def small_job(
     model = load_model_config(folder)
     requests = [
         [
-            RequestSpec(id=f"{rank}.{i}", prompt_token_ids=tuple((7 * i + 11 * rank + k) % 250 for k in range(3 + 2 * i)),
-                        max_new_tokens=4)
+            RequestSpec(
+                id=f"{rank}.{i}", max_new_tokens=4,
+                prompt_token_ids=tuple((7 * i + 11 * rank + k) % 250 for k in range(3 + 2 * i)),
+            )
             for i in range(5 if rank else 4)
         ]
         for rank in range(ranks)
@@ -155,3 +158,32 @@ class SkippingACall(Wrapped):
 
 def skip_a_call() -> Program:
     return Program(prepare_finalize=SkippingACall)
+
+
+class WaitsForNothing(SchedulePlayer):
+    """Exchanges and what uses them are launched without a wait for what they need."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._needs = dict.fromkeys(self._needs, ())
+
+
+def miss_a_wait() -> Program:
+    return Program(player=WaitsForNothing)
+
+
+class RecordsLate(SchedulePlayer):
+    """A point's event is recorded when the baton has come back, so that it covers the peer's work too."""
+
+    def _next(self, layer: int) -> Item:
+        opened = None
+        if isinstance(self.items[self._position], Yield):
+            opened, self._open = self._open, None
+        item = super()._next(layer)
+        if opened is not None:
+            self._open = opened
+        return item
+
+
+def record_late() -> Program:
+    return Program(player=RecordsLate)

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a small model, jobs over it, and how to launch them. No torch in ordering mode."""
+"""What the tests of whole runs share: a small model, jobs over it, and how to launch them. No torch without numbers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rope_theta": 10000.0,
 }
-
-# Three programs of one yield each: what three ubatches can run on the comm stream, since no two calls overlap there.
-THREE_UBATCHES = "mlp_shared_overlap"
 
 
 def config(backend: str = "nccl", **changes: Any) -> DBOConfig:

@@ -1,4 +1,4 @@
-"""The compiled form of a schedule against the real ring, player and kernel: the same operations, edges, arrays, verdicts."""
+"""The compiled form of a schedule against the real ring, player and kernel: the same operations, edges and arrays."""
 
 from __future__ import annotations
 

@@ -116,6 +116,7 @@ class Paged:
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             num_reqs=num_reqs,
+            dcp_layout=None,
             num_actual_tokens=num_tokens,
             max_query_len=max([count for _, count in scheduled], default=0),
             max_seq_len=max(seq_lens, default=0),

@@ -12,7 +12,7 @@ import pytest
 
 from dbo.errors import ConfigError, ModelFormatError
 from dbo.model.config import load_model_config, parse_model_config
-from dbo.model.generator import _published_config
+from dbo.model.frame import published_config
 from dbo.model.layout import checkpoint_shapes, local_experts
 from dbo.model.rope_config import YarnConfig
 
@@ -21,7 +21,7 @@ YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707}
 
 
 def raw(**changes: Any) -> dict[str, Any]:
-    return _published_config(hidden_size=64, num_layers=4) | changes
+    return published_config(hidden_size=64, num_layers=4) | changes
 
 
 def test_published_and_newer_rope_forms_say_the_same() -> None:

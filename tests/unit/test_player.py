@@ -80,7 +80,9 @@ def test_the_order_can_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 POINTS = ("D.send", "D.recv", "MLP", "C.send", "S", "C.recv")
 
 
-def play_layer(layer_text: str, *, leave_out: str = "", extra: str = "", unknown: str = "", moe_layers: tuple[int, ...] = (0,)) -> Any:
+def play_layer(
+    layer_text: str, *, leave_out: str = "", extra: str = "", unknown: str = "", moe_layers: tuple[int, ...] = (0,)
+) -> Any:
     """One layer in two ubatches; every point launches one operation of its name. Returns the device records."""
 
     def program(world: SimWorld) -> None:

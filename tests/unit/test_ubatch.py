@@ -57,11 +57,20 @@ def test_nobody_runs_before_the_starter_gives_the_baton(vehicle: str) -> None:
 
 
 def test_entering_installs_the_own_forward_context_and_the_compute_stream(vehicle: str) -> None:
+    said: list[object] = []
+
     def body(ring: Ring) -> None:
         ring.say(ubatch.dbo_current_ubatch_id(), get_forward_context().attn_metadata, _stream(ring))
 
-    outcome = play(body, body, vehicle=vehicle, prepare=lambda r: r.world.set_stream(r.world.comm))
-    assert outcome.said == [(0, "metadata 0", "compute"), (1, "metadata 1", "compute")]
+    def program(world: SimWorld) -> None:
+        workers = [world.host.worker(f"u{i}") for i in range(2)]
+        for worker in workers:  # a thread may come with any stream current
+            worker.submit(lambda: world.set_stream(world.comm))
+            worker.join()
+        one_step(world, [body, body], said, [None, None], workers=workers)
+
+    assert launch(program, ranks=1, mode="ordering", vehicle=vehicle).errors == [None]
+    assert said == [(0, "metadata 0", "compute"), (1, "metadata 1", "compute")]
 
 
 def test_after_its_exit_a_thread_is_no_ubatch_and_has_no_forward_context(vehicle: str) -> None:

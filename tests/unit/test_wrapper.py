@@ -359,3 +359,16 @@ def test_a_ring_error_in_a_ubatch_is_an_error_like_any_other(vehicle: str) -> No
         assert isinstance(caught.value.__cause__, RingError)
 
     in_world(program, vehicle=vehicle)
+
+
+def test_a_ring_error_before_the_barrier_does_not_pass_for_the_barriers_own(vehicle: str) -> None:
+    def program(world: SimWorld) -> None:
+        def before(index: int) -> None:
+            if index == 1:
+                raise RingError("before the barrier")
+
+        wrapper = wrapper_of(world, lambda input_ids: input_ids, program=Program(before_ubatch=before))
+        with pytest.raises(UBatchError, match="ubatch 1 of rank 0 raised RingError: before the barrier"):
+            call(wrapper, step_context((0, 5, 10)), input_ids=IDS)
+
+    assert not in_world(program, vehicle=vehicle).deadlocked

@@ -1,4 +1,4 @@
-"""`UBatchWrapper` around any function, on one simulated rank without numbers: what the wrapper's and player's tests share."""
+"""`UBatchWrapper` around any function, on one simulated rank: what the wrapper's and the player's tests share."""
 
 from __future__ import annotations
 

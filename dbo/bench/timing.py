@@ -1,0 +1,108 @@
+"""A benchmark is a function that gives one number; repeated, its median and spread stand against a target."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dbo.errors import UsageError, refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A bound on the median.
+
+    Attributes:
+        bound: in the benchmark's unit.
+        at_least: whether more is better; else the bound must not be passed.
+    """
+
+    bound: float
+    at_least: bool = False
+
+    def reached(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One row of the table.
+
+    Attributes:
+        name: what `--only` takes.
+        what: a few words.
+        unit: of the numbers.
+        sample: measures once.
+        target: None: told for its own sake.
+        most: repeat it no more often than this, since one sample takes long.
+        note: what a reader should know about the figure.
+    """
+
+    name: str
+    what: str
+    unit: str
+    sample: Callable[[], float]
+    target: Target | None = None
+    most: int = 100
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A benchmark's samples, in order."""
+
+    benchmark: Benchmark
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the largest sample."""
+        return min(self.samples), max(self.samples)
+
+    @property
+    def reached(self) -> bool | None:
+        """None: there is no target."""
+        target = self.benchmark.target
+        return None if target is None else target.reached(self.median)
+
+
+def measure(benchmark: Benchmark, repeat: int) -> Result:
+    """Sample up to `repeat` times, after one that warms up where there is time for it."""
+    times = min(repeat, benchmark.most)
+    if times > 1:
+        benchmark.sample()
+    samples = []
+    for _ in range(times):
+        gc.collect()  # what the sample before left behind is not this one's cost
+        samples.append(benchmark.sample())
+    return Result(benchmark=benchmark, samples=tuple(samples))
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """CPU time of this process for `work`: on a shared machine the wall clock also counts the neighbours."""
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) * 1e3
+
+
+def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchmark]:
+    """Those whose names begin with one of `only`; all when it is empty.
+
+    Raises:
+        UsageError: a name that fits none.
+    """
+    for name in only:
+        if not any(benchmark.name.startswith(name) for benchmark in benchmarks):
+            known = ", ".join(benchmark.name for benchmark in benchmarks)
+            raise UsageError(refusal("--only names benchmarks", f"choose from {known}", only=name))
+    return [b for b in benchmarks if not only or any(b.name.startswith(name) for name in only)]

@@ -1,0 +1,1 @@
+"""Decode context parallelism on the simulated machine: the group's collectives, symbols, and the direct path."""
