@@ -111,17 +111,12 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
     Raises:
         ConfigError: the ranks were told different things.
     """
-    program = job.program_of(world.rank)
-    agree_on_config(world, job.config, program)
-    runner = build_runner(world, job, program)
-    profiled = max(rows for shape in program.profile(job.config) for rows in shape)
-    world.trace.host("reserve", what="rows", slot="forward", size=profiled)
+    runner = start_rank(world, job)
     # The ranks of a DCP group share requests: each schedules them by itself, with the same calls.
     for spec in job.requests[world.rank // job.config.decode_context_parallel_size]:
         runner.scheduler.add(
             Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
         )
-    runner.capture_graphs()
     outcomes: list[StepOutcome] = []
     while len(outcomes) < job.max_steps:
         outcome = runner.step()
@@ -129,6 +124,21 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
         if outcome.all_idle:
             break
     return outcomes
+
+
+def start_rank(world: World, job: RankJob) -> GPUModelRunner:
+    """Everything before the first step: the configuration agreed on, the runner built, sizes reserved, graphs captured.
+
+    Raises:
+        ConfigError: the ranks were told different things.
+    """
+    program = job.program_of(world.rank)
+    agree_on_config(world, job.config, program)
+    runner = build_runner(world, job, program)
+    profiled = max(rows for shape in program.profile(job.config) for rows in shape)
+    world.trace.host("reserve", what="rows", slot="forward", size=profiled)
+    runner.capture_graphs()
+    return runner
 
 
 def agree_on_config(world: World, config: DBOConfig, program: Program) -> None:

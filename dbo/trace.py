@@ -48,8 +48,8 @@ Record kinds (attrs in braces):
     lock            {what}                                 no reservation of `what` grows from here on
     signal.set, signal.clear    {cell, round}              a flag that a peer waits for is set, and cleared
     signal.wait     {cell, round, found}                   which round a wait is for, and which one satisfied it
-    numeric         {error, limit, reference}              a result (`name`) compared with its reference; varied="padding"
-                                                           when only the contents of padding rows differed between them
+    numeric         {error, limit, reference}              a result (`name`) compared with its reference;
+                                                           varied="padding" when only what padding rows hold differed
     blocked         {waits_for: {...}}                     at the end only: this line can never go on (deadlock)
 
 Device records of kernels that need SMs all at once carry `sms`; those that keep them until their peers run also

@@ -25,6 +25,8 @@ LOG_ENTRIES = 256
 
 NEW, RUNNING, ENDED, FAILED = range(4)
 UNUSED, BUSY, IDLE, BATON, BARRIER, JOIN, COLLECTIVE, DEVICE = range(8)
+_WORDS = {BATON: "the baton", BARRIER: "the barrier", JOIN: "the ubatches' end"}
+_STATES = [state.to_bytes(4, "little") for state in range(8)]
 WAITING = frozenset((BATON, BARRIER, JOIN, COLLECTIVE, DEVICE))
 
 _HEAD = struct.Struct("<4sI56x")
@@ -173,8 +175,12 @@ class RankBoard:
 
     def goes_on(self, line: int) -> None:
         """The line waits no longer."""
+        self.set_line_state(line, BUSY)
+
+    def set_line_state(self, line: int, state: int) -> None:
+        """Only what the line does changes, not where it stands; it counts as no progress."""
         at = self._base + _LINES_AT + line * _LINE.size + _STATE_AT
-        self._memory[at : at + 4] = BUSY.to_bytes(4, "little")
+        self._memory[at : at + 4] = _STATES[state]
 
     def log(self, group: str, index: int, tags: tuple[int, int, int, str], op: str) -> None:
         """This rank has come to exchange `index` of `group`."""
@@ -211,7 +217,8 @@ class RankBoard:
             if state != UNUSED:
                 found.append(
                     Line(name=name, seq=seq, step=step, layer=layer, ubatch=ubatch, yields=yields, played=played,
-                         state=state, point=_text(point), what=_text(what), group=_text(group), index=index)
+                         state=state, point=_text(point), what=_WORDS.get(state) or _text(what), group=_text(group),
+                         index=index)
                 )  # fmt: skip
         return found
 

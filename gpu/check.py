@@ -183,7 +183,7 @@ def _job_of(options: argparse.Namespace, backend: str, **changes: Any) -> RankJo
     """A job on the generated model; requests of many lengths, the last rank with the fewest."""
     from dbo.main_job import _generated_folder
 
-    folder = options.model or _generated_folder(0, Quiet())
+    folder = options.model or _generated_folder(CheckRequest(), Quiet())
     flags = DEFAULTS | _flags(options, backend)
     if backend == "deepep_low_latency":
         flags["low_latency_max_tokens_per_rank"] = flags["max_num_batched_tokens"]

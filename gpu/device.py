@@ -265,7 +265,7 @@ class GpuHost:
         self.workers: list[ThreadWorker] = []
 
     def baton(self, name: str) -> RawBaton:
-        return RawBaton(self._world.trace, name)
+        return RawBaton(self._world.trace)
 
     def barrier(self, parties: int, name: str) -> ThreadBarrier:
         return ThreadBarrier(self._world.trace, parties, name)

@@ -82,7 +82,7 @@ def _raw_locks(yields: int, ubatches: int) -> Callable[[], None]:
     workers = [ThreadWorker(recorder, f"u{i}", stream=None, enter=lambda: None) for i in range(ubatches)]
 
     def step() -> None:
-        batons = [RawBaton(recorder, f"u{i}") for i in range(ubatches)]
+        batons = [RawBaton(recorder) for _ in range(ubatches)]
 
         def run(me: int) -> None:
             following = batons[(me + 1) % ubatches]

@@ -20,10 +20,9 @@ from gpu.recorder import HostTask, Recorder
 class RawBaton:
     """A binary semaphore over one raw lock, which is held while nobody has given."""
 
-    def __init__(self, recorder: Recorder, name: str, *, waits_as: int = board.BATON) -> None:
+    def __init__(self, recorder: Recorder, *, sleeps_as: int = board.BATON) -> None:
         self._recorder = recorder
-        self._name = f"the baton of {name}" if waits_as == board.BATON else name
-        self._waits_as = waits_as
+        self._sleeps_as = sleeps_as
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
         self._giver = -1
@@ -38,7 +37,7 @@ class RawBaton:
 
     def take(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self._recorder.waits(self._waits_as, self._name)
+            self._recorder.sleeps(self._sleeps_as)
             self._lock.acquire()
             self._recorder.goes_on()
         if self._giver >= 0:
@@ -71,7 +70,7 @@ class ThreadBarrier:
             self._arrived.append((task, record, gate))
             if len(self._arrived) == self._parties:
                 self._open_gates()
-        self._recorder.waits(board.BARRIER, f"barrier {self._name}")
+        self._recorder.sleeps(board.BARRIER)
         gate.acquire()
         self._recorder.goes_on()
         if len(self._arrived) < self._parties:
@@ -107,8 +106,8 @@ class ThreadWorker:
         self.name = name
         self._work: Callable[[], None] | None = None
         self.error: BaseException | None = None
-        self._start = RawBaton(recorder, "work", waits_as=board.IDLE)
-        self._end = RawBaton(recorder, f"the end of {name}", waits_as=board.JOIN)
+        self._start = RawBaton(recorder, sleeps_as=board.IDLE)
+        self._end = RawBaton(recorder, sleeps_as=board.JOIN)
         self.wakes = 0
         self.thread = threading.Thread(target=self._loop, args=(stream, enter), name=name, daemon=True)
         self.thread.start()

@@ -77,10 +77,12 @@ class HostTask:
     yields: int = 0
     played: int = 0
 
-    @property
-    def row(self) -> int:
-        """Its row on the board; lines beyond the last row share it."""
-        return min(board.LINES.index(self.line) if self.line in board.LINES else len(board.LINES), len(board.LINES) - 1)
+    row: int = -1
+
+    def __post_init__(self) -> None:
+        # Its row on the board; lines beyond the last row share it.
+        known = board.LINES.index(self.line) if self.line in board.LINES else len(board.LINES)
+        self.row = min(known, len(board.LINES) - 1)
 
 
 class Recorder:
@@ -181,6 +183,15 @@ class Recorder:
         if self.rows is not None:
             task = self.task
             self.rows.write(task.row, task.tags, task.yields, task.played, state, what, group, index)
+
+    def sleeps(self, state: int) -> None:
+        """The calling line is about to wait for another one of its rank."""
+        if self.rows is not None:
+            self.rows.set_line_state(self.task.row, state)
+
+    def switch_to(self, task: HostTask) -> None:
+        """The calling thread goes on as another line."""
+        self._local.task = task
 
     def goes_on(self) -> None:
         """… and blocks no longer."""

@@ -9,20 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from dbo.bench import coordination
 from dbo.bench.layer import LayerJob, layer_program
 from dbo.bench.ring import YIELDS, TwoThreadRing
 from dbo.bench.timing import Benchmark, Target, milliseconds
 from dbo.check import HappensBefore, deadlock, judge, stream_race
+from dbo.contract import Baton, World
 from dbo.errors import DBOError, refusal
 from dbo.forward_context import ForwardContext
 from dbo.schedule import load_schedule
 from dbo.ubatch import UBatchContext, dbo_yield, make_ubatch_contexts
 from sim.compiled import compile_schedule
-from sim.host import SimBaton
 from sim.tasks import Scheduler
-from sim.world import Launched, SimWorld, launch
+from sim.world import Launched, launch
 
 SCHEDULE, BACKEND = "mlp_shared_overlap", "deepep_low_latency"
 V3_MOE_LAYERS = 58
@@ -85,14 +86,14 @@ def _rings() -> list[Benchmark]:
 class _Flag:
     """A simulated baton with the methods of an event; taking it clears it."""
 
-    def __init__(self, baton: SimBaton) -> None:
+    def __init__(self, baton: Baton) -> None:
         self.set, self.wait = baton.give, baton.take
 
     def clear(self) -> None:
         return None
 
 
-def plain_ring_program(world: SimWorld) -> None:
+def plain_ring_program(world: World) -> None:
     """`dbo.bench.ring` on two host tasks of one rank."""
     ring = TwoThreadRing(world.host.barrier(2, "ready"), [_Flag(world.host.baton(f"u{i}")) for i in range(2)])
     workers = [world.host.worker(f"u{index}") for index in range(2)]
@@ -104,7 +105,7 @@ def plain_ring_program(world: SimWorld) -> None:
         raise DBOError(refusal("the ring takes turns", "mend the scheduler", turns=ring.turns))
 
 
-def ring_program(world: SimWorld) -> None:
+def ring_program(world: World) -> None:
     """One rank, two ubatches, `YIELDS` hand-overs each: the code of `dbo.ubatch`, unmodified."""
     contexts = make_ubatch_contexts(
         2, world.compute, world.comm, [ForwardContext(attn_metadata=None, step=0) for _ in range(2)],
@@ -125,7 +126,7 @@ def ring_program(world: SimWorld) -> None:
         worker.join()
 
 
-def _rings_per_second(program: Callable[[SimWorld], None], vehicle: str, rings: int = 100) -> float:
+def _rings_per_second(program: Callable[[Any], None], vehicle: str, rings: int = 100) -> float:
     start = time.perf_counter()
     for _ in range(rings):
         run = launch(program, ranks=1, mode="ordering", vehicle=vehicle)
@@ -152,7 +153,7 @@ def _deadlock() -> Benchmark:
     )  # fmt: skip
 
 
-def early_exit_program(world: SimWorld) -> None:
+def early_exit_program(world: World) -> None:
     """A plain ring of two batons in which ubatch 1 leaves without passing its baton on."""
     batons = [world.host.baton(f"u{index}") for index in range(2)]
 
@@ -174,7 +175,11 @@ def _deadlock_ms(times: int = 20) -> float:
         if not report.violations:
             raise DBOError(refusal("the early exit is reported", "mend the detector", verdict=report.verdict.text))
 
-    return milliseconds(lambda: [once() for _ in range(times)]) / times
+    def several() -> None:
+        for _ in range(times):
+            once()
+
+    return milliseconds(several) / times
 
 
 # -- scale ------------------------------------------------------------------------------------------------------------

@@ -80,5 +80,6 @@ def test_the_list_of_operations_of_the_page_is_a_schedule(tmp_path: Path) -> Non
     path = tmp_path / "decode.ops"
     path.write_text(_indented("# decode.ops"), encoding="utf-8")
     schedule = load_schedule(path)
+    assert (schedule.name, schedule.offset, schedule.yields_per_layer) == ("decode", 2, 5)
     for backend in ("nccl", "deepep_low_latency"):
         validate(schedule, backend=backend, num_ubatches=2)

@@ -25,7 +25,7 @@ def worker(recorder, name="u0"):
 
 
 def test_a_baton_holds_one_permit(recorder):
-    baton = RawBaton(recorder, "u0")
+    baton = RawBaton(recorder)
     baton.give()
     baton.give()
     baton.take()
@@ -40,7 +40,7 @@ def test_a_baton_holds_one_permit(recorder):
 
 
 def test_taking_orders_the_taker_after_the_giver(recorder):
-    baton = RawBaton(recorder, "u0")
+    baton = RawBaton(recorder)
     other = worker(recorder)
     recorder.host("yield", to=0, index=0)
     given = recorder.records[-1]
@@ -93,7 +93,7 @@ def test_every_wait_is_on_the_board_before_it_begins(tmp_path):
     recorder = Recorder(0, watched.rank(0), place=lambda: (2, 2), stamp=lambda stream: 0.0)
     recorder.start_line("main", None)
     other = worker(recorder)
-    baton = RawBaton(recorder, "u0")
+    baton = RawBaton(recorder)
     other.submit(baton.take)
     deadline = time.monotonic() + 5.0
     while not any(line.name == "u0" and line.state == board.BATON for line in watched.rank(0).lines()):
