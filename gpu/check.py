@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--share-device", action="store_true", help="all ranks on the first device")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parser.add_argument("--backend", action="append", help="all-to-all backends (default: those that run here)")
+    parser.add_argument("--vehicle", choices=("thread", "greenlet"), default="thread", help="what ubatches are")
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of the long run (default: none)")
     parser.add_argument(
@@ -98,7 +99,7 @@ def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[s
     device = "cpu" if machine.options["device"] == "cpu" else "cuda"
     in_place = "RANK" in os.environ  # torchrun: a rank that is ended on purpose would end the whole run
     wanted = options.only or ["conformance", "job", "graph", "watchdog", "handoff", "soak"]
-    run = partial(launch, ranks=options.ranks, timeout_s=240.0, **machine.options)
+    run = partial(launch, ranks=options.ranks, timeout_s=240.0, vehicle=options.vehicle, **machine.options)
     if "conformance" in wanted:
         yield _timed("conformance", partial(_conformance, run, options.ranks, backends, in_place))
     for backend in backends:

@@ -16,10 +16,10 @@ from dbo.forward_context import get_forward_context
 from gpu.alltoall.gloo_low_latency import GlooLowLatency
 from gpu.board import DEVICE, Board
 from gpu.group import DistGroup
-from gpu.host import RawBaton, ThreadBarrier, ThreadWorker
+from gpu.host import ThreadHost
 from gpu.recorder import EXCHANGE_POINTS, Recorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
-from gpu.tensors import DeviceRowOps, DeviceTensors, TorchTaskState
+from gpu.tensors import ContextState, DeviceRowOps, DeviceTensors, TorchTaskState
 
 if TYPE_CHECKING:
     from gpu.process import Groups
@@ -35,6 +35,7 @@ class GpuWorld:
         board: of the run, or None: nobody watches.
         keep_trace: record; without it only the board is written.
         shared: other ranks use the same device, so how long an exchange takes says nothing.
+        vehicle: ubatches are threads ("thread") or greenlets on the main thread ("greenlet").
     """
 
     mode = "numeric"
@@ -43,6 +44,7 @@ class GpuWorld:
         self, *, rank: int, size: int, device: torch.device, groups: Groups, board: Board | None,
         keep_trace: bool = True,
         shared: bool = False,
+        vehicle: str = "thread",
     ) -> None:  # fmt: skip
         self.rank = rank
         self.size = size
@@ -60,7 +62,7 @@ class GpuWorld:
         self._enter_thread()
         self.group = DistGroup(self, "ep", groups.data)
         self.control = DistGroup(self, "dp.cpu", groups.control)
-        self.host = GpuHost(self)
+        self.host: Any = self._make_host(vehicle)
         self.tensors = DeviceTensors(self)
         self.row_ops = DeviceRowOps(self)
         self._error: BaseException | None = None
@@ -165,6 +167,21 @@ class GpuWorld:
     def _stream(self, name: str) -> Any:
         return CudaStream(self, name, torch.cuda.Stream(self.device)) if self.asynchronous else HostStream(self, name)
 
+    def _make_host(self, vehicle: str) -> Any:
+        if vehicle == "thread":
+            return ThreadHost(self.trace, self.compute, self._enter_thread)
+        if importlib.util.find_spec("greenlet") is None:
+            rule = "ubatches are greenlets only where greenlet is installed"
+            raise NotAvailable(refusal(rule, "install greenlet, or use threads", vehicle=vehicle))
+        from gpu.greenlets import GreenletHost
+
+        return GreenletHost(self.trace, self._resume, self.compute)
+
+    def _resume(self, stream: Any) -> None:
+        """A host line that shares its thread with others goes on."""
+        if self.asynchronous:
+            torch.cuda.set_stream(stream.cuda)
+
     def _enter_thread(self) -> None:
         """The calling thread begins to work for this world."""
         if self.asynchronous:
@@ -201,7 +218,7 @@ class GpuWorld:
         self.trace.task.real_tokens = tokens
 
     def task_state(self) -> TaskState:
-        return TorchTaskState(self)
+        return TorchTaskState(self) if isinstance(self.host, ThreadHost) else ContextState()
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -255,32 +272,6 @@ class GpuWorld:
         if isinstance(stamp, float):
             return stamp
         return self._base_us + 1000.0 * float(self._base.elapsed_time(stamp))
-
-
-class GpuHost:
-    """Makes batons, barriers and worker threads of one rank."""
-
-    def __init__(self, world: GpuWorld) -> None:
-        self._world = world
-        self.workers: list[ThreadWorker] = []
-
-    def baton(self, name: str) -> RawBaton:
-        return RawBaton(self._world.trace)
-
-    def barrier(self, parties: int, name: str) -> ThreadBarrier:
-        return ThreadBarrier(self._world.trace, parties, name)
-
-    def worker(self, name: str) -> ThreadWorker:
-        world = self._world
-        worker = ThreadWorker(world.trace, name, stream=world.compute, enter=world._enter_thread)
-        self.workers.append(worker)
-        return worker
-
-    def close(self) -> None:
-        """End all worker threads; none may have work."""
-        for worker in self.workers:
-            worker.stop()
-        self.workers.clear()
 
 
 def _place_in_schedule() -> tuple[int, int]:

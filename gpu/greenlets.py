@@ -1,13 +1,12 @@
 """Ubatches as greenlets on one thread: the cheaper hand-over. Needs greenlet; `gpu.host` is the way without it.
 
-A switch between greenlets costs a fraction of a microsecond, one between threads several, since the interpreter's lock has
-to change hands too. Everything that torch keeps a thread for is shared by the ubatches then: grad and inference mode are the
-starter's anyway, and the current stream is set again with every switch.
+A switch between greenlets costs a fraction of a microsecond, one between threads several, since the interpreter's lock
+has to change hands too. Everything that torch keeps a thread for is shared by the ubatches then: grad and inference
+mode are the starter's anyway, and the current stream is set again with every switch.
 """
 
 from __future__ import annotations
 
-import contextvars
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -198,13 +197,3 @@ class GreenletHost:
         for worker in self.workers:
             worker.stop()
         self.workers.clear()
-
-
-class ContextState:
-    """The starter's context variables; what torch keeps a thread is the starter's already."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        return self._context.copy().run(work, *args)

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gpu.host import RawBaton, ThreadWorker
+from gpu.host import ThreadHost
 from gpu.recorder import Recorder
 
 
@@ -55,9 +56,11 @@ def _timed(name: str, step: Callable[[], None], steps: int) -> Cost:
 def _events(yields: int, ubatches: int) -> Callable[[], None]:
     def step() -> None:
         events = [threading.Event() for _ in range(ubatches)]
+        ready = threading.Barrier(ubatches + 1)
 
         def run(me: int) -> None:
             following = events[(me + 1) % ubatches]
+            ready.wait()
             events[me].wait()
             events[me].clear()
             for _ in range(yields):
@@ -69,6 +72,7 @@ def _events(yields: int, ubatches: int) -> Callable[[], None]:
         threads = [threading.Thread(target=run, args=(i,)) for i in range(ubatches)]
         for thread in threads:
             thread.start()
+        ready.wait()
         events[0].set()
         for thread in threads:
             thread.join()
@@ -76,16 +80,33 @@ def _events(yields: int, ubatches: int) -> Callable[[], None]:
     return step
 
 
-def _raw_locks(yields: int, ubatches: int) -> Callable[[], None]:
+def _recorder() -> Recorder:
     recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=False)
     recorder.start_line("main", None)
-    workers = [ThreadWorker(recorder, f"u{i}", stream=None, enter=lambda: None) for i in range(ubatches)]
+    return recorder
+
+
+def _raw_locks(yields: int, ubatches: int) -> Callable[[], None]:
+    return _ring(ThreadHost(_recorder(), None, lambda: None), yields, ubatches)
+
+
+def _greenlets(yields: int, ubatches: int) -> Callable[[], None]:
+    from gpu.greenlets import GreenletHost
+
+    return _ring(GreenletHost(_recorder(), lambda stream: None, None), yields, ubatches)
+
+
+def _ring(host: Any, yields: int, ubatches: int) -> Callable[[], None]:
+    """A step as the wrapper runs it: a barrier, the baton to ubatch 0, the ring, a join."""
+    workers = [host.worker(f"u{i}") for i in range(ubatches)]
 
     def step() -> None:
-        batons = [RawBaton(recorder) for _ in range(ubatches)]
+        batons = [host.baton(f"u{i}") for i in range(ubatches)]
+        ready = host.barrier(ubatches + 1, "ready")
 
         def run(me: int) -> None:
             following = batons[(me + 1) % ubatches]
+            ready.wait()
             batons[me].take()
             for _ in range(yields):
                 following.give()
@@ -93,27 +114,10 @@ def _raw_locks(yields: int, ubatches: int) -> Callable[[], None]:
             following.give()
 
         for me, worker in enumerate(workers):
-            worker.submit(lambda me=me: run(me))  # type: ignore[misc]
+            worker.submit(partial(run, me))
+        ready.wait()
         batons[0].give()
         for worker in workers:
             worker.join()
-
-    return step
-
-
-def _greenlets(yields: int, ubatches: int) -> Callable[[], None]:
-    import greenlet
-
-    def step() -> None:
-        ring: list[Any] = []
-
-        def run(me: int) -> None:
-            for _ in range(yields):
-                ring[(me + 1) % ubatches].switch()
-
-        ring.extend(greenlet.greenlet(lambda me=me: run(me)) for me in range(ubatches))
-        for one in ring:
-            while not one.dead:
-                one.switch()
 
     return step

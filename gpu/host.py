@@ -141,3 +141,34 @@ class ThreadWorker:
                 self.error = error
             finally:
                 self._end.give()
+
+
+class ThreadHost:
+    """Makes batons, barriers and worker threads of one rank.
+
+    Args:
+        stream: current when a worker begins. enter: called in each new thread.
+    """
+
+    def __init__(self, recorder: Recorder, stream: Any, enter: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._stream = stream
+        self._enter = enter
+        self.workers: list[ThreadWorker] = []
+
+    def baton(self, name: str) -> RawBaton:
+        return RawBaton(self._recorder)
+
+    def barrier(self, parties: int, name: str) -> ThreadBarrier:
+        return ThreadBarrier(self._recorder, parties, name)
+
+    def worker(self, name: str) -> ThreadWorker:
+        worker = ThreadWorker(self._recorder, name, stream=self._stream, enter=self._enter)
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        """End all worker threads; none may have work."""
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()

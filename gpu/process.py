@@ -32,6 +32,7 @@ class RankSpec:
         device: "cpu" or "cuda".
         share_device: all ranks use the first device.
         trace: record.
+        vehicle: what ubatches are, "thread" or "greenlet".
         timeout_s: of the communicators; the watchdog is faster.
     """
 
@@ -42,6 +43,7 @@ class RankSpec:
     device: str
     share_device: bool = False
     trace: bool = True
+    vehicle: str = "thread"
     timeout_s: float = 600.0
 
     def left_at(self, ending: str) -> Path:
@@ -102,6 +104,7 @@ def run(spec: RankSpec, watched: board.Board | None, store: Any) -> Left:
             rank=spec.rank, size=spec.ranks, device=device, groups=make_groups(spec, device, store), board=watched,
             keep_trace=spec.trace,
             shared=spec.share_device and spec.ranks > 1,
+            vehicle=spec.vehicle,
         )  # fmt: skip
         left.records, left.buffers, left.meets = world.trace.records, world.trace.buffers, world.trace.meets
         _answer_dump_requests(spec, left)

@@ -117,6 +117,16 @@ class TorchTaskState:
             return self._under_modes(modes, work, args)
 
 
+class ContextState:
+    """The starter's context variables; what torch keeps a thread is the starter's already."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        return self._context.copy().run(work, *args)
+
+
 def _modes() -> list[Any]:
     """Dispatch and function modes of the calling thread, outermost first."""
     from torch.overrides import _get_current_function_mode_stack

@@ -23,7 +23,7 @@ _RUNS = 0
 
 def launch_here(
     program: Callable[[Any], Any], *, ranks: int, device: str, share_device: bool, trace: bool, timeout_s: float,
-    stall_s: float,
+    stall_s: float, vehicle: str,
 ) -> Any:  # fmt: skip
     """Run `program(world)` on this rank and gather what all ranks left.
 
@@ -38,7 +38,7 @@ def launch_here(
     folder = _folder(rank)
     spec = RankSpec(
         rank=rank, ranks=ranks, folder=folder, program=dumps(program), device=device, share_device=share_device,
-        trace=trace, timeout_s=timeout_s,
+        trace=trace, vehicle=vehicle, timeout_s=timeout_s,
     )  # fmt: skip
     pick_device(spec)
     if not dist.is_initialized():

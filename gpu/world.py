@@ -62,6 +62,7 @@ def launch(
     timeout_s: float = 600.0,
     stall_s: float = STALL_S,
     trace: bool = True,
+    vehicle: str = "thread",
 ) -> Launched:
     """Run `program(world)` on every rank, to the end or until the watchdog ends it.
 
@@ -70,6 +71,7 @@ def launch(
         share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
         timeout_s: of the whole run. stall_s: of the watchdog.
         trace: record; a long run may do without.
+        vehicle: ubatches are threads, or greenlets on the rank's main thread (needs greenlet; the cheaper hand-over).
 
     Raises:
         UsageError: another mode than "numeric", or a program that cannot be sent to a process.
@@ -78,12 +80,14 @@ def launch(
     from gpu.process import RankSpec
 
     chosen = _device(device, ranks, share_device, mode)
+    if vehicle not in ("thread", "greenlet"):
+        raise UsageError(refusal("ubatches are threads or greenlets", "use one of them", vehicle=vehicle))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from gpu.torchrun import launch_here
 
         return launch_here(
             program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
-            stall_s=stall_s,
+            stall_s=stall_s, vehicle=vehicle,
         )  # fmt: skip
     try:
         packed = pickle.dumps(program)
@@ -94,7 +98,7 @@ def launch(
     try:
         specs = [
             RankSpec(rank=rank, ranks=ranks, folder=folder, program=packed, device=chosen, share_device=share_device,
-                     trace=trace, timeout_s=timeout_s)
+                     trace=trace, vehicle=vehicle, timeout_s=timeout_s)
             for rank in range(ranks)
         ]  # fmt: skip
         codes = _run(specs, folder, chosen, timeout_s=timeout_s, stall_s=stall_s)

@@ -19,9 +19,9 @@ def failures(results):
     return {r.name: r.problem for r in results if not r.passed}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_real_processes_keep_the_contract(ranks):
-    launch = partial(launch_processes, ranks=ranks, device="cpu", stall_s=2.0, timeout_s=120.0)
+@pytest.mark.parametrize(("ranks", "vehicle"), [(2, "thread"), (2, "greenlet"), (4, "thread")])
+def test_real_processes_keep_the_contract(ranks, vehicle):
+    launch = partial(launch_processes, ranks=ranks, device="cpu", stall_s=2.0, timeout_s=120.0, vehicle=vehicle)
     assert failures(run_suite(launch, ranks=ranks, backends=BACKENDS)) == {}
 
 

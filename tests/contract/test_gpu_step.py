@@ -22,8 +22,9 @@ def folder(tmp_path_factory):
     return small_folder(tmp_path_factory.mktemp("model"))
 
 
-def run(job, ranks):
-    launched = launch(RankMain(job), ranks=ranks, device="cpu", stall_s=10 * STALL_S, timeout_s=120.0)
+def run(job, ranks, vehicle="thread"):
+    patience = {"stall_s": 10 * STALL_S, "timeout_s": 120.0}
+    launched = launch(RankMain(job), ranks=ranks, device="cpu", vehicle=vehicle, **patience)
     assert launched.errors == [None] * ranks, launched.errors
     assert launched.exit_codes == [0] * ranks
     return launched
@@ -55,18 +56,18 @@ def reference(job):
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks", "schedule"),
+    ("backend", "ranks", "schedule", "vehicle"),
     [
-        ("nccl", 2, None),
-        ("nccl", 2, "mlp_shared_overlap"),
-        ("deepep_low_latency", 2, None),
-        ("deepep_low_latency", 4, None),
-        ("nccl", 4, None),
+        ("nccl", 2, None, "thread"),
+        ("nccl", 2, "mlp_shared_overlap", "greenlet"),
+        ("deepep_low_latency", 2, None, "greenlet"),
+        ("deepep_low_latency", 4, None, "thread"),
+        ("nccl", 4, None, "thread"),
     ],
 )
-def test_a_run_is_the_reference_the_simulation_and_its_serial_twin(folder, backend, ranks, schedule):
+def test_a_run_is_the_reference_the_simulation_and_its_serial_twin(folder, backend, ranks, schedule, vehicle):
     job = small_job(folder, backend, ranks=ranks, schedule=schedule)
-    launched = run(job, ranks)
+    launched = run(job, ranks, vehicle)
     found = by_request(launched)
     split = {outcome.step for outcome in launched.values[0] if outcome.slices}
     assert split and len(split) < len(launched.values[0]), "some steps split and some do not"

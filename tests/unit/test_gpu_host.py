@@ -110,3 +110,22 @@ def test_every_way_of_handing_over_is_measured():
     costs = handoff.measure(steps=8, yields=4)
     assert [cost.name for cost in costs][:2] == ["new threads, threading.Event", "persistent threads, raw locks"]
     assert all(0 < cost.low_us <= cost.median_us <= cost.high_us for cost in costs)
+
+
+def test_a_greenlet_that_nobody_can_wake_is_refused(recorder):
+    pytest.importorskip("greenlet", reason="ubatches as greenlets need it")
+    from gpu.greenlets import GreenletHost
+
+    resumed = []
+    host = GreenletHost(recorder, resumed.append, "compute")
+    one = host.worker("u0")
+    baton = host.baton("u0")
+    one.submit(baton.take)
+    one.join()
+    assert isinstance(one.error, RingError) and "somebody must be left to wake" in str(one.error)
+    baton.give()
+    one.submit(baton.take)
+    one.join()
+    assert one.error is None and one.wakes == 2 and set(resumed) <= {"compute", None}
+    host.close()
+    assert host.workers == []

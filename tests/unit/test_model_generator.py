@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,9 @@ def test_a_config_that_cannot_be_read_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_margins_and_speed_of_the_default_folder(tmp_path: Path) -> None:
+def test_margins_of_the_default_folder(tmp_path: Path) -> None:
     """Top-1 and routing decide by far more than rounding: fp32 errors are below 1e-5 of the logits' size."""
-    began = time.process_time()
     generate_model_folder(tmp_path, seed=0)
-    assert time.process_time() - began < 2.0
     model = build_model(tmp_path)
     found = margins(model, num_prompts=8, prompt_tokens=64, seed=1)
     assert found["logits"].p01 > 1e-2 and found["logits"].median > 1
