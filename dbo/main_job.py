@@ -22,7 +22,8 @@ from dbo.check.order import matches_seed, steady_order, steady_records
 from dbo.check.report import Report
 from dbo.check.verdict import inconclusive, proved
 from dbo.compare import compare
-from dbo.config import DBOConfig, ModelShape, Workload, effective, validate
+from dbo.config import BACKENDS, DBOConfig, ModelShape, Workload, effective, validate
+from dbo.config.facts import BackendFacts
 from dbo.errors import NotAvailable, UsageError, refusal
 from dbo.export.chrome import write_trace
 from dbo.export.rows import layer_spans
@@ -146,6 +147,9 @@ def _flags(request: CheckRequest) -> dict[str, Any]:
     if flags["all2all_backend"] == "deepep_low_latency":
         # Room for one unsplit step, not for what queue pairs allow: the buffers are computed over in full.
         flags.setdefault("low_latency_max_tokens_per_rank", flags["max_num_batched_tokens"])
+    carries = BACKENDS.get(flags["all2all_backend"], BackendFacts()).dtypes
+    if request.world == "gpu" and request.device != "cpu" and carries and "dtype" not in request.flags:
+        flags["dtype"] = min(carries)  # the simulator and gloo carry any, a library's kernels do not
     if not flags["enable_dbo"] and flags.get("num_ubatches", 1) < 2:
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if name not in request.flags:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -228,7 +229,8 @@ def _skeleton(
         cache = world.tensors.empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
         cache.notes["block_size"] = config.block_size
         caches.append(cache)
-    return SkeletonModel(model_config, world, backend, program.kernel, group), caches, lambda plan: plan
+    kernel = partial(program.kernel, shared_placement=config.shared_experts)
+    return SkeletonModel(model_config, world, backend, kernel, group), caches, lambda plan: plan
 
 
 def _torch_model(
@@ -250,7 +252,7 @@ def _torch_model(
         {name: tensors.from_torch(weight) for name, weight in weights.items()},
         make_prepare_finalize=lambda layer: backend,
         make_kernel=lambda layer, prepare_finalize, experts, shared_experts: program.kernel(
-            prepare_finalize, experts, shared_experts
+            prepare_finalize, experts, shared_experts, config.shared_experts
         ),
         ep_rank=world.rank,
         ep_size=world.size,

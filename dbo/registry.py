@@ -11,7 +11,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dbo.bench.timing import Benchmark
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
 WORLDS = {"sim": "sim.world:launch", "gpu": "gpu.world:launch"}
 FAULTS = {"sim": "sim.faults:catalogue"}
 BENCHMARKS = {"sim": "sim.benchmarks:benchmarks"}
+FUZZER = "fuzz.command"
 MACHINES = {"gpu": "gpu.probe:machine"}
+DCP_BENCH_DEVICE = "gpu.dcp_bench"
+LAYER_KERNELS = {"cuda": "gpu.layer:LAYER"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,19 @@ def benchmarks(world: str) -> Sequence[Benchmark]:
     return found
 
 
+def dcp_bench_device() -> Any:
+    """The module that gives `dbo bench dcp` kernels, graphs and the direct path on CUDA devices.
+
+    Raises:
+        NotAvailable: it cannot be loaded here.
+    """
+    try:
+        return importlib.import_module(DCP_BENCH_DEVICE)
+    except ImportError as error:
+        rule = "the exchange on a device needs its kernels"
+        raise NotAvailable(refusal(rule, "install the extra `kernels`, or pass --device cpu", error=error)) from error
+
+
 def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:
     """What a run in `world` may count on: an object with `limits`, `capabilities` and `options` (for `launch`).
 
@@ -108,6 +126,30 @@ def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:
     if device != "auto" or share_device:
         raise UsageError(refusal("only world gpu takes devices", "drop --device and --share-device", world=world))
     return None
+
+
+@cache
+def layer_kernels(device_type: str) -> Any:
+    """Fused kernels for a layer on devices of this torch type; None where torch's own operations are all there is.
+
+    That is a device without kernels here, or a machine without Triton or without package `gpu`.
+    """
+    if device_type not in LAYER_KERNELS or importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return _resolve(LAYER_KERNELS[device_type], device_type)
+    except NotAvailable:
+        return None
+
+
+def fuzzer() -> ModuleType:
+    """What `dbo fuzz` runs; the fuzzer lies above the worlds, so `dbo` knows it by name only.
+
+    Raises:
+        NotAvailable: as for `load`.
+    """
+    _refuse_foreign(FUZZER.partition(".")[0])
+    return importlib.import_module(FUZZER)
 
 
 def _target(table: dict[str, str], name: str) -> str:

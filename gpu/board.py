@@ -20,7 +20,7 @@ from pathlib import Path
 from dbo.errors import RingError, refusal
 
 LINES = ("main", *(f"u{i}" for i in range(8)))
-GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput")
+GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput", "deepep_v2", "symm_copy")
 LOG_ENTRIES = 256
 
 NEW, RUNNING, ENDED, FAILED = range(4)
@@ -32,7 +32,7 @@ WAITING = frozenset((BATON, BARRIER, JOIN, COLLECTIVE, DEVICE))
 _HEAD = struct.Struct("<4sI56x")
 _RANK = struct.Struct("<ii")
 _FOUND = struct.Struct("<iiii16s32s160s")
-_LINE = struct.Struct("<QiiiiiI16s48s16si4x")
+_LINE = struct.Struct("<QiiiiiI16s48s16sii16s")
 _ENTRY = struct.Struct("<iiii16s32s")
 _MAGIC = b"dbo1"
 _STATE_AT = struct.calcsize("<Qiiiii")
@@ -45,7 +45,12 @@ _RANK_BYTES = _LOGS_AT + len(GROUPS) * (8 + LOG_ENTRIES * _ENTRY.size)
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One host line as it was last written."""
+    """One host line as it was last written.
+
+    Attributes:
+        step, layer, ubatch, point: whose work it does; in a receive hook the owner's.
+        own_layer, own_point: where it stands in its own program.
+    """
 
     name: str
     seq: int
@@ -59,6 +64,8 @@ class Line:
     what: str
     group: str
     index: int
+    own_layer: int = -1
+    own_point: str = ""
 
     @property
     def waits(self) -> bool:
@@ -163,14 +170,16 @@ class RankBoard:
 
     def write(
         self, line: int, tags: tuple[int, int, int, str], yields: int, played: int, state: int = BUSY, what: str = "",
-        group: str = "", index: int = -1,
+        group: str = "", index: int = -1, own: tuple[int, str] = (-1, ""),
     ) -> None:  # fmt: skip
         """Where host line number `line` stands, and what it waits for."""
         self._counts[line] += 1
         step, layer, ubatch, point = tags
+        own_layer, own_point = own
         _LINE.pack_into(
             self._memory, self._base + _LINES_AT + line * _LINE.size, self._counts[line], step, layer, ubatch, yields,
-            played, state, point.encode()[:16], what.encode()[:48], group.encode()[:16], index,
+            played, state, point.encode()[:16], what.encode()[:48], group.encode()[:16], index, own_layer,
+            own_point.encode()[:16],
         )  # fmt: skip
 
     def goes_on(self, line: int) -> None:
@@ -211,14 +220,14 @@ class RankBoard:
         """Host lines that have been used."""
         found = []
         for at, name in enumerate(LINES):
-            seq, step, layer, ubatch, yields, played, state, point, what, group, index = _LINE.unpack_from(
-                self._memory, self._base + _LINES_AT + at * _LINE.size
+            seq, step, layer, ubatch, yields, played, state, point, what, group, index, own_layer, own_point = (
+                _LINE.unpack_from(self._memory, self._base + _LINES_AT + at * _LINE.size)
             )
             if state != UNUSED:
                 found.append(
                     Line(name=name, seq=seq, step=step, layer=layer, ubatch=ubatch, yields=yields, played=played,
                          state=state, point=_text(point), what=_WORDS.get(state) or _text(what), group=_text(group),
-                         index=index)
+                         index=index, own_layer=own_layer, own_point=_text(own_point))
                 )  # fmt: skip
         return found
 

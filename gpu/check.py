@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 3
     backends = tuple(options.backend or machine.backends)
+    if not backends:
+        sys.stderr.write("no all-to-all backend can run here: `dbo doctor` says what to install\n")
+        return 3
     rows = []
     for row in _rows(options, machine, backends):
         rows.append(row)
@@ -208,7 +211,7 @@ def _job_of(options: argparse.Namespace, backend: str, **changes: Any) -> RankJo
 
 
 def _replays(run: Callable[..., Any], options: argparse.Namespace, backend: str) -> tuple[bool, str]:
-    """The same requests eager and from graphs: the replayed steps say the same, and no ubatch thread wakes for them."""
+    """The same requests eager and from graphs: the replayed steps, each of another batch, say the same."""
     eager = _job_of(options, backend)
     graphs = replace(eager, config=eager.config.replace(cudagraph_mode="FULL"))
     one, other = (run(RankMain(job), trace=False) for job in (eager, graphs))
@@ -217,12 +220,8 @@ def _replays(run: Callable[..., Any], options: argparse.Namespace, backend: str)
     steps = [o for o in other.values[0] if o.decision is not None and o.decision.cudagraph_mode == "FULL"]
     split = sum(o.decision.split for o in steps)
     said = compare(_by_request(one.values), _by_request(other.values), dtype=eager.config.dtype)
-    counted = run(soak.Soak(replace(graphs, max_steps=40)), trace=False)
-    if any(counted.errors):
-        return False, f"{counted.errors}"
-    wakes = sum(value.wakes for value in counted.values)
-    what = f"{len(steps)} replays ({split} split), {said.compared} tokens, {said.ties} ties, {wakes} wakes"
-    return said.tokens_equal and split >= 3 and wakes == 0, f"{what}, logits {said.max_rel_err:.1e}"
+    what = f"{len(steps)} replays ({split} split), {said.compared} tokens, {said.ties} ties"
+    return said.tokens_equal and split >= 3, f"{what}, logits {said.max_rel_err:.1e}"
 
 
 def _by_request(values: Sequence[Any]) -> dict[str, tuple[list[int], list[Any]]]:

@@ -152,7 +152,7 @@ def section_workspace(_: argparse.Namespace) -> None:
 # ---- speed
 
 
-def milliseconds(run: Callable[[], object], *, repeats: int = 25) -> float:
+def milliseconds(run: Callable[[], object], *, repeats: int = 60) -> float:
     """Median device time of `run`."""
     for _ in range(5):
         run()
@@ -167,7 +167,7 @@ def milliseconds(run: Callable[[], object], *, repeats: int = 25) -> float:
     return statistics.median(times)
 
 
-def section_speed(_: argparse.Namespace) -> None:
+def section_speed(arguments: argparse.Namespace) -> None:
     world, rows, heads, dim, dtype = 2, 8192, 32, 512, torch.bfloat16
     (out,), (lse,) = (parts[:1] for parts in random_parts(world, rows, heads, dim, dtype, seed=3))
     send = torch.empty(world, rows, heads, dim + 2, dtype=dtype, device=DEVICE)
@@ -206,6 +206,20 @@ def section_speed(_: argparse.Namespace) -> None:
             f"{share:.0%} of the copy, wanted {COPY_SHARE_WANTED:.0%}; best of the sweep {table[best]:.0%} ({best})"
         )
         report(f"speed: {what}", share >= COPY_SHARE_WANTED, detail)
+    direct_speed(arguments)
+
+
+def direct_speed(arguments: argparse.Namespace) -> None:
+    """The bench of the direct path between virtual ranks: no link is crossed, so no share of one is promised."""
+    from dbo.bench.dcp import DEVICE_DIM, DEVICE_HEADS, DCPBench, text
+    from gpu.dcp_bench import virtual_ranks
+
+    bench = DCPBench(device="cuda", ranks=2, heads=DEVICE_HEADS, head_dim=DEVICE_DIM, seed=arguments.seed)
+    rows = virtual_ranks(bench)
+    say(text(bench, rows, "2 VIRTUAL ranks on one device"))
+    report(
+        "speed: direct path between virtual ranks", all(r.correct and r.samples_ms for r in rows), f"{len(rows)} rows"
+    )
 
 
 # ---- the direct path

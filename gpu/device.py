@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,9 +18,9 @@ from gpu.alltoall.gloo_low_latency import GlooLowLatency
 from gpu.board import DEVICE, Board
 from gpu.group import DistGroup
 from gpu.host import ThreadHost
-from gpu.recorder import EXCHANGE_POINTS, Recorder, Tags, now_us
+from gpu.recorder import EXCHANGE_POINTS, HostTask, Recorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
-from gpu.tensors import ContextState, DeviceRowOps, DeviceTensors, TorchTaskState
+from gpu.tensors import ContextState, DeviceCopyRows, DeviceRowOps, DeviceTensors, TorchTaskState
 
 if TYPE_CHECKING:
     from gpu.process import Groups
@@ -51,6 +52,7 @@ class GpuWorld:
         self.device = device
         self.asynchronous = device.type == "cuda"
         self.measures = self.asynchronous and not shared
+        self._nvtx = self.asynchronous and os.environ.get("DBO_NVTX", "0") == "1"
         self.process_groups = groups
         self.board = board
         self.rows = board.rank(rank) if board is not None else None
@@ -65,6 +67,7 @@ class GpuWorld:
         self.host: Any = self._make_host(vehicle)
         self.tensors = DeviceTensors(self)
         self.row_ops = DeviceRowOps(self)
+        self.copy_rows = DeviceCopyRows(self)
         self._error: BaseException | None = None
         self.unread: Any = None
         if self.asynchronous:
@@ -109,13 +112,42 @@ class GpuWorld:
         Raises:
             NotAvailable: there is no such library here, or no device.
         """
-        if not self.asynchronous:
-            rule = "DeepEP's normal mode runs on devices"
-            fix = "on CPU tensors use --all2all-backend nccl or deepep_low_latency"
-            raise NotAvailable(refusal(rule, fix, device=self.device))
+        self._refuse_on_cpu("deepep_high_throughput")
         from gpu.alltoall.deepep_v1 import DeepEPHighThroughput
 
         return DeepEPHighThroughput(self, self.process_groups.low_latency)
+
+    @cached_property
+    def elastic(self) -> Any:
+        """DeepEP V2's `ElasticBuffer`.
+
+        Raises:
+            NotAvailable: there is no such library here, or no device a rank.
+        """
+        self._refuse_on_cpu("deepep_v2")
+        from gpu.alltoall.deepep_v2 import DeepEPElastic
+
+        return DeepEPElastic(self, self.process_groups.data)
+
+    @cached_property
+    def symmetric(self) -> Any:
+        """Copies between ranks; on CPU tensors an exchange over gloo.
+
+        Raises:
+            NotAvailable: on devices, which this build does not do yet.
+        """
+        if self.asynchronous:
+            rule = "backend symm_copy runs on CPU tensors and in the simulator"
+            fix = "use another backend, --device cpu or --world sim"
+            raise NotAvailable(refusal(rule, fix, device=self.device))
+        from gpu.alltoall.gloo_copies import GlooCopies
+
+        return GlooCopies(self, self.process_groups.low_latency)
+
+    def _refuse_on_cpu(self, backend: str) -> None:
+        if not self.asynchronous:
+            fix = "on CPU tensors use --all2all-backend nccl, symm_copy or deepep_low_latency"
+            raise NotAvailable(refusal(f"the library of {backend} runs on devices", fix, device=self.device))
 
     def next_index(self, group: str) -> int:
         """The number of this rank's next exchange in `group`."""
@@ -192,6 +224,8 @@ class GpuWorld:
 
     def at_point(self, point: str, *, layer: int) -> None:
         task = self.trace.task
+        if self._nvtx:
+            self._mark(task, point)
         self.trace.end_visit(task)
         task.tags = (task.tags[0], layer, task.tags[2], point)
         if point:
@@ -200,10 +234,18 @@ class GpuWorld:
         if point not in EXCHANGE_POINTS:
             self.trace.launches()
 
+    def _mark(self, task: HostTask, point: str) -> None:
+        """An NVTX range for what the line launches until its next point: rank/ubatch/point."""
+        if task.marked:
+            torch.cuda.nvtx.range_pop()
+        task.marked = bool(point)
+        if point:
+            torch.cuda.nvtx.range_push(f"{self.rank}/{task.tags[2]}/{point}")
+
     def in_ubatch(self, ubatch: int, *, step: int) -> None:
         task = self.trace.task
         self.trace.end_visit(task)
-        task.tags = (step, -1, ubatch, "")
+        task.tags, task.own = (step, -1, ubatch, ""), (-1, "")
         self.trace.notice(task)
 
     def tags(self) -> Tags:

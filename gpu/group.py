@@ -80,7 +80,7 @@ class DistGroup:
         with self._exchanges.exchange("all_to_all_single", attrs):
             # As bytes: gloo has no 16-bit types, and no backend looks at what it moves.
             dist.all_to_all_single(
-                _rows_as_bytes(output), _rows_as_bytes(input), list(output_split_sizes), list(input_split_sizes),
+                rows_as_bytes(output), rows_as_bytes(input), list(output_split_sizes), list(input_split_sizes),
                 group=self.process_group,
             )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Exchanges:
             recorder.timed(record)
 
 
-def _rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """`[N, …]` as `[N, bytes of a row]`, the same memory."""
     rows, row_bytes = tensor.shape[0], tensor.element_size() * prod(tensor.shape[1:])
     if not tensor.numel():

@@ -16,7 +16,7 @@ from dbo.errors import NotAvailable, UsageError, refusal
 DEEPEP_V1 = "tokenspeed-deepep==1.2.1.post20251110"
 DEEPEP_V2 = "tokenspeed-deepep==2.1.0.post20260801"
 V2_NCCL = (2, 30, 7)
-CPU_BACKENDS = ("nccl", "deepep_low_latency")
+CPU_BACKENDS = ("nccl", "deepep_low_latency", "symm_copy")
 """What runs on CPU tensors, over gloo."""
 
 
@@ -165,9 +165,9 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
     no_device = Answer(there=False, what="no device", fix="use --device cpu for a run over gloo, or --world sim")
     on_cpu = libraries["gloo"].there
     backends = {"nccl": Answer(there=on_cpu, what="CPU tensors over gloo: --device cpu", fix=libraries["gloo"].fix)}
-    backends["deepep_low_latency"] = backends["nccl"]
+    backends |= dict.fromkeys(CPU_BACKENDS, backends["nccl"])
     if not devices:
-        return backends | dict.fromkeys(("deepep_high_throughput", "deepep_v2", "symm_copy"), no_device)
+        return backends | dict.fromkeys(("deepep_high_throughput", "deepep_v2"), no_device)
     backends["nccl"] = Answer(
         there=two and libraries["nccl"].there, what=f"{len(devices)} devices, NCCL {libraries['nccl'].what}",
         fix="" if two else "NCCL refuses two ranks on one device: show a second one, or --device cpu",
@@ -185,10 +185,10 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
     backends["deepep_v2"] = Answer(
         there=v2 and right_nccl and two, what=deep_ep.what, fix="; ".join(needs + ["show a second device"] * (not two))
     )
+    reach = "every device reaches every other" if peers else "no peer access between devices"
     backends["symm_copy"] = Answer(
-        there=peers, what="every device reaches every other" if peers else "no peer access between devices",
-        fix="" if peers else "use devices that are joined by NVLink or one PCIe root",
-    )  # fmt: skip
+        there=False, what=f"{reach}; not built for devices yet", fix="use --device cpu or --world sim"
+    )
     return backends
 
 

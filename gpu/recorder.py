@@ -77,6 +77,8 @@ class HostTask:
     yields: int = 0
     played: int = 0
 
+    marked: bool = False
+    own: tuple[int, str] = (-1, "")
     row: int = -1
 
     def __post_init__(self) -> None:
@@ -173,7 +175,9 @@ class Recorder:
         if self.rows is None:
             return
         task.yields, task.played = self._place() if task.tags[2] >= 0 else (0, 0)
-        self.rows.write(task.row, task.tags, task.yields, task.played)
+        if at_point:
+            task.own = task.tags[1], task.tags[3]
+        self.rows.write(task.row, task.tags, task.yields, task.played, own=task.own)
         if at_point and task.yields != task.played:
             text = f"yielded {task.yields} times where the schedule had passed {task.played} yields"
             self.rows.find(task.tags, "unequal-yields", text)
@@ -182,7 +186,7 @@ class Recorder:
         """The calling line is about to block."""
         if self.rows is not None:
             task = self.task
-            self.rows.write(task.row, task.tags, task.yields, task.played, state, what, group, index)
+            self.rows.write(task.row, task.tags, task.yields, task.played, state, what, group, index, task.own)
 
     def sleeps(self, state: int) -> None:
         """The calling line is about to wait for another one of its rank."""

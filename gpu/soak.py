@@ -117,11 +117,11 @@ def _wakes(world: Any) -> int:
 
 def _sample(world: Any, step: int) -> Sample:
     device = world.device
-    with open("/proc/self/statm") as statm:
-        pages = int(statm.read().split()[1])
+    with open("/proc/self/status") as status:
+        resident = next((line.split()[1] for line in status if line.startswith("VmRSS:")), "0")
     return Sample(
         step=step, device_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
-        host_bytes=4096 * pages, threads=threading.active_count() - len(world.host.workers),
+        host_bytes=1024 * int(resident), threads=threading.active_count() - len(world.host.workers),
     )  # fmt: skip
 
 

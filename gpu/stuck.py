@@ -140,10 +140,12 @@ def _blame(
 def _passed(lines: list[Line], entry: Entry) -> bool:
     """Whether the ubatch of `entry` stands beyond it in its own program."""
     wanted = "main" if entry.ubatch < 0 else f"u{entry.ubatch}"
+    there = (entry.step, entry.layer, POINT_ORDER.get(entry.point, len(POINT_ORDER)))
     for line in lines:
-        if line.name == wanted and line.ubatch == entry.ubatch:
-            here = (line.step, line.layer, POINT_ORDER.get(line.point, len(POINT_ORDER)))
-            return here > (entry.step, entry.layer, POINT_ORDER.get(entry.point, len(POINT_ORDER)))
+        if line.name == wanted:
+            here = (line.step, line.own_layer, POINT_ORDER.get(line.own_point, len(POINT_ORDER)))
+            # A line that stands there and has handed the baton on has done what it had to do there.
+            return here > there or (here == there and line.state == board.BATON)
     return False
 
 

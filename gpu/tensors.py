@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dbo.moe.nccl_ops import TorchRowOps
+from dbo.moe.symm_copy_ops import TorchCopyRows
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
@@ -62,6 +63,34 @@ class DeviceRowOps(TorchRowOps):
 
     def __init__(self, world: GpuWorld) -> None:
         self._world = world
+
+    def pack(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().pack(*args)
+
+    def unpack(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().unpack(*args)
+
+    def keep_ids(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().keep_ids(*args)
+
+    def reduce(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().reduce(*args)
+
+
+class DeviceCopyRows(TorchCopyRows):
+    """Kernels around copies that say when they launch something at an exchange's point."""
+
+    def __init__(self, world: GpuWorld) -> None:
+        super().__init__()
+        self._world = world
+
+    def counts(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return super().counts(*args)
 
     def pack(self, *args: Any) -> Any:
         self._world.trace.launches()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
+from dbo.check.hooks import failed_steps
 from dbo.check.ladder import judge_ladder
 from dbo.check.overlap import is_communication, measure, split_steps
 from dbo.check.violation import Findings
@@ -34,7 +35,8 @@ _MARKERS = frozenset(("record", "wait", "meet", "collective"))
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Reports late starts by rank, ubatch and point (the first of each), else the share."""
     found = Findings(ID)
-    split = split_steps(trace)
+    failed = failed_steps(trace)  # cut short, so that what they hid says nothing
+    split = split_steps(trace) - failed
     last: dict[tuple[int, int, int, bool], Record] = {}
     late: dict[tuple[int, int, str], list[_Late]] = {}
     travelling: list[Record] = []
@@ -58,7 +60,11 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
             late.setdefault(place, []).append(_Late(record, producer, culprit))
     for cases in late.values():
         _add(cases, found)
-    if not late and not early and any(_is_unexplained(record, happens) for record in travelling):
+    # Without either of these a small share is the schedule's own: exchanges queue behind each other, and a host waits
+    # for counts, both of which the ideal share leaves out.
+    drained = any(not r.attrs["declared"] and (r.rank, r.step) in split for r in trace.of_kind("host.wait"))
+    held_up = drained or any(_is_held_up(record, happens) for record in travelling)
+    if held_up and not (late or early or failed):
         _judge_share(trace, happens, found)
     judge_ladder(trace, found)
     return found
@@ -124,16 +130,16 @@ def _waited_for(record: Record, producer: Record, happens: HappensBefore) -> Rec
     return current if is_foreign and not any_overlap(record.reads, current.writes) else None
 
 
-def _is_unexplained(record: Record, happens: HappensBefore) -> bool:
-    """Whether `record` starts later than its stream's queue, its events and its peers let it.
+def _is_held_up(record: Record, happens: HappensBefore) -> bool:
+    """Whether `record` starts later than its stream's queue, its events, its peers and its launch let it.
 
-    Where nothing does, a small hidden share is the schedule's own: exchanges queue behind each other, which the ideal
-    share leaves out.
+    A kernel that takes SMs also waits until they are free, which leaves no edge.
     """
+    if "sms" in record.attrs:
+        return False
     before = happens.previous_on_line(record.id)
     sources = [happens.record(id) for id in record.after] + ([before] if before is not None else [])
-    ready_us = max((r.end_us for r in sources if r.on_device or r.kind == "meet"), default=0.0)
-    return record.t_us > ready_us + _SLACK_US
+    return record.t_us > max((r.end_us for r in sources), default=0.0) + _SLACK_US
 
 
 def _travels(record: Record) -> bool:

@@ -15,6 +15,10 @@ from dbo.trace import Record, Trace
 
 _EXCHANGES = frozenset(("collective", "exchange", "send", "recv", "transfer"))
 
+# What keeps the compute stream busy and may hide communication. An exchange there (of a DCP group, in attention) is a step
+# of its ubatch's own work, beside which the other ubatch's dispatch or combine is as well hidden as beside a product.
+_WORK = frozenset(("op", "exchange"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
@@ -98,7 +102,7 @@ class _Step:
     def sort(self) -> None:
         self.comm.sort(key=lambda r: r.id)
         self._rows = {ubatch: _Row(records) for ubatch, records in self._compute.items()}
-        work = [r for records in self._compute.values() for r in records if r.kind == "op" and r.dur_us > 0]
+        work = [r for records in self._compute.values() for r in records if r.kind in _WORK and r.dur_us > 0]
         work.sort(key=lambda r: r.id)
         self._work_ids = [r.id for r in work]
         self._free_us: dict[str, list[float]] = defaultdict(lambda: [r.dur_us for r in work])
@@ -129,7 +133,7 @@ class _Row:
     def __init__(self, records: list[Record]) -> None:
         self._all = sorted(records, key=lambda r: r.id)
         self._ids = [r.id for r in self._all]
-        work = [r for r in self._all if r.kind == "op" and r.dur_us > 0]
+        work = [r for r in self._all if r.kind in _WORK and r.dur_us > 0]
         work.sort(key=lambda r: r.t_us)
         self._work = work
         self._starts = [r.t_us for r in work]

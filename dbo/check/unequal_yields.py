@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dbo.check.happens import HappensBefore
+from dbo.check.stuck_yields import yields_due
 from dbo.check.violation import Findings, need
 from dbo.trace import Record, Trace
 
 ID = "unequal-yields"
 SENTENCE = "a ubatch yields another number of times than its schedule declares"
 UNIT = "ubatches of a step"
+
+_Key = tuple[int, int, int]
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
@@ -44,16 +47,30 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         done, declared = need(record, "yields"), need(record, "declared_yields")
         if done != declared:
             found.violate(_sentence(key, f"yielded {done} times", declared, _plain(key, counts, exits)), record)
-    for key in enters.keys() - exits.keys():
+    if not trace.meta.get("complete", True):
+        _judge_stuck(trace, counts, enters, exits, found)
+    return found
+
+
+def _judge_stuck(
+    trace: Trace, counts: Counter[_Key], enters: dict[_Key, Record], exits: dict[_Key, Record], found: Findings
+) -> None:
+    """Ubatches that never left their step."""
+    blocked = {(r.rank, r.step, r.ubatch): r for r in trace.of_kind("blocked") if r.line == f"u{r.ubatch}"}
+    for key in sorted(enters.keys() - exits.keys()):
         record = enters[key]
         peers = [r.attrs["declared_yields"] for k, r in exits.items() if k[:2] == key[:2] and not r.attrs.get("error")]
         declared = record.attrs.get("declared_yields", max(peers, default=None))
-        if declared is not None and not trace.meta.get("complete", True):
-            found.checked += 1
-            if counts[key] > declared:
-                words = f"has yielded {counts[key]} times and waits"
-                found.violate(_sentence(key, words, declared, _plain(key, counts, exits)), record)
-    return found
+        # A yield after the last peer has left leaves no record, so there the place says nothing.
+        due = yields_due(blocked[key], trace) if key in blocked and not peers else None
+        found.checked += due is not None or declared is not None
+        if due is not None and counts[key] not in due.by_now:
+            place = f"{blocked[key].point or 'the end'} of layer {blocked[key].layer}"
+            words = f"is stuck at {place} after {counts[key]} yields instead of {due.by_now.start}"
+            found.violate(_sentence(key, words, due.declared, _plain(key, counts, exits)), record)
+        elif declared is not None and counts[key] > declared:
+            words = f"has yielded {counts[key]} times and waits"
+            found.violate(_sentence(key, words, declared, _plain(key, counts, exits)), record)
 
 
 def plain_ring_ends(yields: Sequence[int]) -> bool:

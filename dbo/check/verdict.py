@@ -50,6 +50,11 @@ def sampled(runs: int, about: float) -> Verdict:
     return Verdict(name="sampled", text=f"sampled({_positive('runs', runs)} of about {_short(about)})", good=True)
 
 
+def fuzzed(cases: int) -> Verdict:
+    """So many drawn programs gave what they should, each by its own verdict."""
+    return Verdict(name="sampled", text=f"sampled({_positive('cases', cases)} cases)", good=True)
+
+
 def inconclusive(why: str) -> Verdict:
     """No violation, and no reason to believe in its absence either."""
     return Verdict(name="inconclusive", text=f"inconclusive({why})", good=False)

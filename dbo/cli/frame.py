@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "dbo.cli.check",
     "conform": "dbo.cli.conform",
     "doctor": "dbo.cli.doctor",
+    "fuzz": "dbo.cli.fuzz",
     "show": "dbo.cli.show",
 }
 

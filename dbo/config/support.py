@@ -18,10 +18,10 @@ IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
     "sim": {
         "all2all_backend": frozenset(facts.BACKENDS),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
-        "shared_experts": frozenset({"overlap"}),
+        "shared_experts": frozenset({"overlap", "before"}),
     },
     "gpu": {
-        "all2all_backend": frozenset({"deepep_low_latency", "deepep_high_throughput", "nccl"}),
+        "all2all_backend": frozenset({"deepep_low_latency", "deepep_high_throughput", "nccl", "symm_copy"}),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
         "decode_context_parallel_size": frozenset({1}),
         "shared_experts": frozenset({"overlap"}),

@@ -53,7 +53,7 @@ class TorchContextParallel:
         self.group = group
         self.size, self.rank = shape.size, group.rank
         self.workspace = workspace
-        self._backend, self._kernels, self._direct = shape.backend, kernels, direct
+        self._backend, self._kernels, self.direct = shape.backend, kernels, direct
         self._current_ubatch = current_ubatch
         if shape.backend == "a2a":
             dtype = getattr(torch, shape.dtype)
@@ -68,8 +68,8 @@ class TorchContextParallel:
     ) -> torch.Tensor:
         ubatch = self._current_ubatch()
         mask = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
-        if self._direct is not None:
-            return self._direct.reduce(out_THD, lse_TH, seq_lens, query_start_loc, ubatch=ubatch)
+        if self.direct is not None:
+            return self.direct.reduce(out_THD, lse_TH, seq_lens, query_start_loc, ubatch=ubatch)
         if self._backend == "a2a":
             merged = dcp_a2a_lse_reduce(
                 out_THD, lse_TH, self.group, **mask, workspace=self.workspace, slot=Slot(ubatch, LANE),

@@ -86,7 +86,7 @@ class DirectLayout:
     @property
     def max_tiles(self) -> int:
         """Flags for each source: more than any shape within the capacity can ask for."""
-        return max(2 * _TILES_WANTED, -(-self.max_rows // MAX_TILE_ROWS))
+        return max(2 * _TILES_WANTED, -(-self.max_rows // MIN_TILE_ROWS))
 
     @property
     def flags_offset(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dbo import registry
 from dbo.model.config import ModelConfig
 from dbo.model.layers import Weights, rms_norm
 from dbo.model.paging import PagedBatch
@@ -105,3 +106,12 @@ class MLAttention:
             return torch.zeros_like(queries[..., : self.config.kv_lora_rank])
         scores, context = self.scores(queries, cache_rows, batch)
         return self.mix(scores, context, batch)
+
+
+def make_attention(config: ModelConfig, weights: Weights, prefix: str) -> MLAttention:
+    """The attention of a layer: this file's, or the fused one where the weights' device has kernels for their dtype."""
+    weight = weights[f"{prefix}.o_proj.weight"]
+    kernels = registry.layer_kernels(weight.device.type)
+    # Flash kernels take 16-bit numbers only.
+    fused = kernels is not None and weight.dtype in (torch.bfloat16, torch.float16)
+    return (kernels.attention if fused else MLAttention)(config, weights, prefix)

@@ -1,4 +1,4 @@
-"""MoE rows of a DCP group: its peers hold the same rows, each dispatches a share, and all gather the results. Needs torch."""
+"""MoE rows of a DCP group: peers hold the same rows, each dispatches a share, all gather the results. Needs torch."""
 
 from __future__ import annotations
 

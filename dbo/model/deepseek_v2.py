@@ -15,7 +15,7 @@ import torch
 from dbo.dcp.interface import ContextParallel
 from dbo.errors import ConfigError, refusal
 from dbo.forward_context import ForwardContext, get_forward_context
-from dbo.model.attention import MLAttention
+from dbo.model.attention import make_attention
 from dbo.model.config import ModelConfig
 from dbo.model.dcp_attention import DCPAttention
 from dbo.model.dcp_moe import all_rows, own_rows
@@ -70,7 +70,7 @@ class DecoderLayer:
         self.input_norm = weights[f"{prefix}.input_layernorm.weight"]
         self.post_attention_norm = weights[f"{prefix}.post_attention_layernorm.weight"]
         self.attention = (
-            MLAttention(config, weights, f"{prefix}.self_attn")
+            make_attention(config, weights, f"{prefix}.self_attn")
             if context_parallel is None
             else DCPAttention(config, weights, f"{prefix}.self_attn", context_parallel)
         )

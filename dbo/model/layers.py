@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
+from dbo import registry
+
 Weights = dict[str, torch.Tensor]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x` `[..., H]` over its root mean square, in fp32, times `weight` `[H]`; the dtype is kept."""
+    if (kernels := registry.layer_kernels(x.device.type)) is not None:
+        return kernels.rms_norm(x, weight, eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
     """silu of the first half of the last axis, times its second half: `[..., 2I]` to `[..., I]`."""
+    if (kernels := registry.layer_kernels(gate_up.device.type)) is not None:
+        return kernels.gated(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
 

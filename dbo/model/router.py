@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dbo import registry
 from dbo.model.config import ModelConfig
 
 
@@ -23,6 +24,10 @@ class Router:
         Returns:
             Weights `[T, K]` fp32 and expert ids `[T, K]` int64; padding rows carry weight 0 and id -1.
         """
+        kernels = registry.layer_kernels(hidden.device.type)
+        if kernels is not None and not self.grouped:
+            logits = kernels.gate_logits(hidden, self.weight)
+            return kernels.route(logits, padding_rows, self.top_k, self.scaling)
         scores = (hidden.float() @ self.weight.float().t()).softmax(dim=-1)
         if self.grouped:
             scores = self._within_best_groups(scores)

@@ -1,16 +1,23 @@
 """Routed experts by torch's grouped matrix product, for devices in bf16. Needs torch.
 
-Rows are sorted by expert on the device and multiplied in one call a layer half; shapes stay static and the host learns no
-count: rows that belong to no local expert come last, behind the last offset, and are selected away.
+Rows are sorted by expert on the device and multiplied in one call a layer half. Shapes are static and the host learns no
+count: buffers have room for every pair, what no local expert wants has no place in them, and the product ends at the last
+offset. So a step can be captured, and rows of padding (id -1) are never computed.
+
+The product (torch 2.11, CUTLASS on capability 9): `a` `[P, k]`, `b` `[L, k, n]`, `offs` `[L]` int32 on the device, each group's
+end; last or last but one stride 1 and the other a multiple of 16 bytes; what lies behind the last end is not written.
 
 Shapes: N rows, K ids a row, P = N * K pairs, L local experts, H hidden size, I expert width.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from dbo import registry
 from dbo.model.layers import gated
 from dbo.moe.interface import ExpertInputs
 
@@ -26,32 +33,88 @@ def available(gate_up_LGH: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(gate_up_LGH.device) >= (9, 0)
 
 
+class RowMoves(Protocol):
+    """What happens to rows around the products. Plain torch here; kernels for devices in `gpu.kernels.expert_rows`."""
+
+    def order(self, topk_ids: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """Sort `[N, K]` int64 ids, -1: nobody's.
+
+        Returns:
+            Places `[N, K]` int32 of the pairs by expert, in order within one, -1 for nobody's; ends `[L]` int32.
+        """
+
+    def spread(self, x: Tensor, places: Tensor) -> Tensor:
+        """Rows `[N, H]` to their places `[P, H]`; other rows are undefined."""
+
+    def activate(self, gate_up: Tensor, ends: Tensor) -> Tensor:
+        """`[P, 2I]` to `silu(gate) * up` `[P, I]`; rows from `ends[-1]` on are undefined."""
+
+    def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
+        """`[P, H]` back to `[N, H]`: the sum over K weighted by `[N, K]` fp32, in fp32; 0 without a place."""
+
+
+class TorchRows:
+    """`RowMoves` in torch's own operations, none of which asks the device for a number."""
+
+    def order(self, topk_ids: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        experts_P = torch.where(topk_ids >= 0, topk_ids, num_local).reshape(-1)
+        order_P = experts_P.argsort(stable=True)
+        ranks_P = torch.arange(len(order_P), device=topk_ids.device)
+        places = torch.empty_like(order_P).scatter_(0, order_P, ranks_P).view_as(topk_ids)
+        ends = _counts(experts_P, num_local).cumsum(0).to(torch.int32)
+        return places.masked_fill(topk_ids < 0, -1).to(torch.int32), ends
+
+    def spread(self, x: Tensor, places: Tensor) -> Tensor:
+        (num_rows, top_k), hidden = places.shape, x.shape[1]
+        # Pairs without a place share a row behind the others.
+        rows = x.new_empty((num_rows * top_k + 1, hidden))
+        at_P = places.masked_fill(places < 0, num_rows * top_k).reshape(-1).long()
+        return rows.index_copy_(0, at_P, x.repeat_interleave(top_k, dim=0))[:-1]
+
+    def activate(self, gate_up: Tensor, ends: Tensor) -> Tensor:
+        return gated(gate_up)
+
+    def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
+        num_rows, top_k = places.shape
+        pairs_NKH = rows.index_select(0, places.clamp(min=0).reshape(-1)).view(num_rows, top_k, rows.shape[1])
+        share = pairs_NKH.float() * topk_weights[:, :, None]
+        # Selected, not multiplied by 0: a row that belongs to nobody may hold NaN.
+        return share.masked_fill((places < 0)[:, :, None], 0.0).sum(dim=1).to(rows.dtype)
+
+
 class GroupedFlatExperts:
-    """Layout "flat": `[N, H]` in, the sum over K weighted by `topk_weights` `[N, H]` out; 0 where no id is local."""
+    """Layout "flat": `[N, H]` in, the sum over K weighted by `topk_weights` `[N, H]` out; 0 where no id is local.
+
+    Args:
+        gate_up_LGH, down_LIH: as for `dbo.moe.experts`.
+        moves: who moves the rows; None: this device's kernels, else torch.
+    """
 
     layout = "flat"
 
-    def __init__(self, gate_up_LGH: Tensor, down_LIH: Tensor) -> None:
-        # The product wants the second operand's columns contiguous: one is stored so, the other is copied once.
-        self.gate_up = gate_up_LGH.transpose(1, 2)
-        self.down = down_LIH.transpose(1, 2).contiguous().transpose(1, 2)
+    def __init__(self, gate_up_LGH: Tensor, down_LIH: Tensor, moves: RowMoves | None = None) -> None:
+        self.gate_up, self.down = gate_up_LGH.transpose(1, 2), down_LIH
+        self.moves = moves or row_moves(gate_up_LGH.device)
 
     def apply(self, inputs: ExpertInputs) -> Tensor:
-        x, ids_NK, weights_NK = inputs.x, inputs.topk_ids, inputs.topk_weights
-        (num_rows, top_k), num_local = ids_NK.shape, self.down.shape[0]
-        experts_P = torch.where(ids_NK >= 0, ids_NK, num_local).reshape(-1)
-        order_P = experts_P.argsort(stable=True)
-        ends_L = _counts(experts_P, num_local).cumsum(0).to(torch.int32)
-        rows = x.index_select(0, order_P // top_k)
-        out_PH = self._product(gated(self._product(rows, self.gate_up, ends_L)), self.down, ends_L)
-        # Back to pairs in their own order; behind the last offset there is whatever memory held.
-        place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=x.device))
-        pairs_NKH = out_PH.index_select(0, place_P).view(num_rows, top_k, -1)
-        share = pairs_NKH.float() * weights_NK[:, :, None]
-        return share.masked_fill((ids_NK < 0)[:, :, None], 0.0).sum(dim=1).to(x.dtype)
+        if inputs.x.shape[0] == 0:
+            return torch.empty_like(inputs.x)
+        moves = self.moves
+        places, ends = moves.order(inputs.topk_ids, self.down.shape[0])
+        rows = moves.spread(inputs.x, places)
+        active = moves.activate(self.product(rows, self.gate_up, ends), ends)
+        return moves.gather(self.product(active, self.down, ends), places, inputs.topk_weights)
 
-    def _product(self, rows: Tensor, weights: Tensor, ends_L: Tensor) -> Tensor:
-        return torch._grouped_mm(rows, weights, offs=ends_L)
+    @staticmethod
+    def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Each group of `rows` `[P, k]` by its matrix of `weights` `[L, k, n]`: `[P, n]`, undefined behind the last end."""
+        return torch._grouped_mm(rows, weights, offs=ends)
+
+
+def row_moves(device: torch.device) -> RowMoves:
+    """The kernels for `device`, or torch's operations where it has none."""
+    kernels = registry.layer_kernels(device.type)
+    return TorchRows() if kernels is None else kernels.rows
 
 
 def _counts(experts_P: Tensor, num_local: int) -> Tensor:

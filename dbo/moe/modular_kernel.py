@@ -21,6 +21,8 @@ class FusedMoEModularKernel:
         prepare_finalize: the all-to-all backend.
         experts: this rank's routed experts.
         shared_experts: `[T, H] -> [T, H]`, or None.
+        shared_placement: "overlap": they run at the schedule's point S; "before": before the dispatch, as a part of A1,
+            whatever the schedule says. The result is the same.
     """
 
     def __init__(
@@ -28,10 +30,12 @@ class FusedMoEModularKernel:
         prepare_finalize: FusedMoEPrepareAndFinalizeModular,
         experts: Experts,
         shared_experts: Callable[[Any], Any] | None = None,
+        shared_placement: str = "overlap",
     ) -> None:
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.shared_experts = shared_experts
+        self.shared_before_dispatch = shared_placement == "before"
 
     def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
         """Args: hidden `[T, H]`, topk_weights `[T, K]` fp32, topk_ids `[T, K]` int64 (-1: padding). Returns `[T, H]`."""
@@ -44,7 +48,9 @@ class FusedMoEModularKernel:
             "C.recv": call.combine_recv,
             "copy": call.copy_out,
         }
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and self.shared_before_dispatch:
+            call.shared()
+        elif self.shared_experts is not None:
             thunks["S"] = call.shared
         get_forward_context().player.play(thunks, layer=layer)
         return call.routed if call.shared_out is None else call.routed + call.shared_out

@@ -14,10 +14,12 @@ Usage:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 
 from dbo.dcp.direct import ALIGNMENT_BYTES, STATE_MISSING, STATE_WORDS, DirectLayout, tile_rows
 from dbo.dcp.exchange import PackKernels, Reduced, dcp_a2a_lse_reduce
@@ -51,12 +53,14 @@ class Tuning:
         lag_tiles: tiles that a program pushes before it waits for the first.
         num_warps: warps of a program.
         spin_limit: polls before a wait gives up.
+        tile_rows: rows of a tile; 0: `dbo.dcp.direct.tile_rows` of the shape. The one thing that ranks must agree on.
     """
 
     programs: int
     lag_tiles: int = 1
     num_warps: int = 4
     spin_limit: int = 1 << 28
+    tile_rows: int = 0
 
 
 def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 2) -> Tuning:
@@ -100,6 +104,7 @@ class DirectExchange:
         self.rank = rank
         self.tuning = tuning
         self.fallbacks = 0
+        self._launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
         self._region = region
         self._peers = torch.tensor(list(peer_addresses), dtype=torch.int64, device=region.device)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=region.device)
@@ -169,8 +174,23 @@ class DirectExchange:
             push=push,
             merge=merge,
         )
-        direct_kernel[(self.tuning.programs,)](*args, **meta)
+        if isinstance(direct_kernel, triton.JITFunction):
+            self._launcher(args, meta)(*args, *(v for name, v in meta.items() if name != "num_warps"))
+        else:  # the interpreter
+            direct_kernel[(self.tuning.programs,)](*args, **meta)
         return args[2], args[3]
+
+    def _launcher(self, args: list, meta: dict) -> Callable[..., None]:
+        """The compiled kernel for these arguments. Triton's own look-up takes longer than a small exchange."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        aligned = tuple(t.data_ptr() % 16 == 0 for t in tensors)
+        key = (*(t.shape for t in tensors[:2]), *args[11:16], tensors[0].dtype, tensors[1].dtype, tensors[2].dtype, aligned,
+               *meta.values())  # fmt: skip
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            compiled = direct_kernel.warmup(*args, grid=(self.tuning.programs,), **meta)
+            launcher = self._launchers[key] = compiled[(self.tuning.programs, 1, 1)]
+        return launcher
 
     def _arguments(
         self,
@@ -222,7 +242,7 @@ class DirectExchange:
             "BASE_E": is_lse_base_on_e,
             "PUSH": push,
             "MERGE": merge,
-            "TILE_R": tile_rows(rows * mine),
+            "TILE_R": self.tuning.tile_rows or tile_rows(rows * mine),
             "BLOCK_D": block_dim(dim),
             "num_warps": self.tuning.num_warps,
         }

@@ -76,8 +76,10 @@ class NumericFlatPayload:
     def receive(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, source: Tensor, token: Tensor, *, clean: bool
     ) -> Callable[[list[Block]], None]:
-        """Writes blocks into `[N, …]` outputs, by source rank. Rows past the last one keep what they hold; with `clean`
-        their ids become -1, and weights of experts elsewhere 0."""
+        """Writes blocks into `[N, …]` outputs, by source rank. Rows past the last one keep what they hold.
+
+        With `clean` their ids become -1, and weights of experts elsewhere 0.
+        """
         outputs = [tensors.raw(t) for t in (x, topk_ids, topk_weights, token, source)]
 
         @torch.inference_mode()
@@ -88,6 +90,8 @@ class NumericFlatPayload:
                 for out, values in zip(outputs, (*block, torch.full((n,), peer)), strict=True):
                     out[at : at + n] = values[:n]
                 at += n
+            # Combine knows how many rows are real (a prefix sum in the handle), whatever an earlier replay left behind.
+            outputs[4][at:] = -1
             if clean:
                 outputs[1][at:] = -1
                 outputs[2][:at].masked_fill_(outputs[1][:at] < 0, 0.0)
@@ -105,7 +109,7 @@ class NumericFlatPayload:
         def write(blocks: list[Block]) -> None:
             total = torch.zeros(into.shape, dtype=torch.float32)
             for rows, token in blocks:
-                total[token.long() % max(len(into), 1)] += rows.float()
+                total.index_add_(0, token.long() % max(len(into), 1), rows.float())
             into.copy_(total)
 
         return write

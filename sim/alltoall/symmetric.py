@@ -150,8 +150,7 @@ class SimArrival:
         memory, world, rank = self.memory, self.memory.world, self.memory.world.rank
         payload, access = memory.payload, world.tensors.access
         received = tuple(
-            payload.empty((sum(self.theirs), *array.shape[1:]), array, "received")
-            for array in self.arrays
+            payload.empty((sum(self.theirs), *array.shape[1:]), array, "received") for array in self.arrays
         )
         start = sum(self.mine[:rank])
         own = tuple(world.tensors.rows(array, start, start + self.mine[rank]) for array in self.arrays)

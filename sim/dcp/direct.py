@@ -1,13 +1,13 @@
 """`a2a_direct` on the simulated machine: the protocol of `dbo.dcp.direct`, one tile a source.
 
-A push is a transfer on the line "net", behind the caller's stream, into slab (epoch mod 2, source) of the peer's region; its
-end raises the flag of its epoch. The merge waits for the flags of that epoch from all peers, and for the own pushes, which
-belong to the same kernel. The epoch is counted where the kernel runs: also when a graph is replayed.
+A push is a transfer on the line "net", behind the caller's stream, into slab (epoch mod 2, source) of the peer's region;
+its end raises the flag of its epoch. The merge waits for the flags of that epoch from all peers, and for the own pushes,
+which belong to the same kernel. The epoch is counted where the kernel runs: also when a graph is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dbo.dcp.interface import place_in_groups
@@ -15,6 +15,7 @@ from dbo.trace import Access
 from sim.dcp.fabric import SLAB_BYTES, DirectFabric
 
 if TYPE_CHECKING:
+    from sim.engine import Node
     from sim.world import SimWorld
 
 
@@ -64,6 +65,10 @@ class SimDirect:
         """Those that get this rank's partial output."""
         return others
 
+    def parity_to_push(self, epoch: int) -> int:
+        """Which of a peer's regions a push goes to."""
+        return epoch % self.parities
+
     def _exchange(self, call: Any, reads: tuple[Access, ...], write: Access, nbytes: int, ubatch: int) -> None:
         world, rank = self.world, self.world.rank
         world.cluster.check_peers(rank)
@@ -72,7 +77,7 @@ class SimDirect:
         place = self.members.index(rank)
         others = [self.members[(place + hop) % len(self.members)] for hop in range(1, len(self.members))]
         pushed = [
-            self._push(call, reads, nbytes // len(self.members), ubatch, epoch, parity, peer)
+            self._push(call, reads, nbytes // len(self.members), ubatch, epoch, peer)
             for peer in self.peers_to_push(others)
         ]
         flags = self.fabric.flags(rank, ubatch, self.wanted_epoch(epoch), self._sources(rank))
@@ -85,17 +90,16 @@ class SimDirect:
             attrs={"expects": {str(region): [ubatch, epoch]}},
         )  # fmt: skip
 
-    def _push(
-        self, call: Any, reads: tuple[Access, ...], nbytes: int, ubatch: int, epoch: int, parity: int, peer: int
-    ) -> Any:
+    def _push(self, call: Any, reads: tuple[Access, ...], nbytes: int, ubatch: int, epoch: int, peer: int) -> Node:
         world, rank, taken = self.world, self.world.rank, list[Any]()
+        parity = self.parity_to_push(epoch)
         stream, task = world.current_stream(), world.task()
         region = self.fabric.region(peer, ubatch, parity)
-        take: Callable[[], Any] = lambda: taken.append(call.chunk(peer))  # noqa: E731
         node = world.engine.node(
             rank=rank, line="net", kind="transfer", name="dcp.direct.push", tags=task.tags, issued_by=task,
             after=() if stream.tail is None else (stream.tail,), duration_us=world.cost.transfer(nbytes), reads=reads,
-            writes=(Access.interval(region, rank * SLAB_BYTES, (rank + 1) * SLAB_BYTES),), run=take,
+            writes=(Access.interval(region, rank * SLAB_BYTES, (rank + 1) * SLAB_BYTES),),
+            run=lambda: taken.append(call.chunk(peer)),
             finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]), src=world.source(),
             attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(region): [ubatch, epoch]}},
             stream_tail=world.net_tail,

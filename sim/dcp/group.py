@@ -1,7 +1,7 @@
 """The collectives of a DCP group on the simulated machine, over symbols or numbers.
 
-Each is one exchange on the caller's current stream: it reads every member's input when all have come, and writes its own
-output at its end.
+Each is one exchange on the caller's current stream: it reads every member's input when all have come, and writes its
+own output at its end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sim.collectives import SimGroup
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
+
 
 class Mover:
     """One member's input and output. In ordering mode nothing moves."""
@@ -89,4 +90,3 @@ class SymbolMoving:
         return Mover(nothing, nothing)
 
     all_gather = reduce_scatter = all_reduce = all_to_all
-

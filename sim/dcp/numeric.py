@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import sim.tensors.dispatch  # noqa: F401  # from here on there is a device "sim"
 import torch
 from torch import Tensor
 
+import sim.tensors.dispatch  # noqa: F401  # from here on there is a device "sim"
 from dbo.dcp.exchange import TORCH_KERNELS
 from dbo.dcp.merging import merge
 from dbo.dcp.packing import empty_rows
@@ -27,7 +27,12 @@ class FusedKernels:
         self._rank = rank
 
     def pack(
-        self, out_BHD: Tensor, lse_BH: Tensor, send_CBNP: Tensor, seq_lens: Tensor | None, query_start_loc: Tensor | None
+        self,
+        out_BHD: Tensor,
+        lse_BH: Tensor,
+        send_CBNP: Tensor,
+        seq_lens: Tensor | None,
+        query_start_loc: Tensor | None,
     ) -> None:
         reads = [t for t in (out_BHD, lse_BH, seq_lens, query_start_loc) if t is not None]
         out, lse, send = map(tensors.raw, (out_BHD, lse_BH, send_CBNP))
@@ -64,7 +69,11 @@ class NumericMoving:
         return self._mover(output, input, lambda given, peer: given, _sum)
 
     def _mover(
-        self, output: Tensor, input: Tensor, part: Callable[[Tensor, int], Tensor], join: Callable[[list[Tensor]], Tensor]
+        self,
+        output: Tensor,
+        input: Tensor,
+        part: Callable[[Tensor, int], Tensor],
+        join: Callable[[list[Tensor]], Tensor],
     ) -> Mover:
         given, into = tensors.raw(input), tensors.raw(output)
 

@@ -1,4 +1,4 @@
-"""The exchange of a DCP group in ordering mode: the launches of `dbo.dcp`'s paths with the bytes they touch, no values."""
+"""The exchange of a DCP group in ordering mode: what `dbo.dcp`'s paths launch, the bytes they touch, no values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from sim.symbols import Symbol, launch
 if TYPE_CHECKING:
     from sim.world import SimWorld
 
-ITEM_BYTES = 4  # symbols have fp32 elements: one lane an LSE
-
 
 class SymbolContextParallel:
     """See `dbo.dcp.interface.ContextParallel`."""
@@ -26,8 +24,8 @@ class SymbolContextParallel:
         self.size, self.rank = shape.size, self.group.rank
         self._current_ubatch = current_ubatch
         self._backend = shape.backend
-        self._direct = SimDirect(world, shape.size, SymbolDirect(world), world.cluster.direct_fabric)
-        row = (shape.heads // shape.size) * (shape.head_dim + 1)
+        self.direct = SimDirect(world, shape.size, SymbolDirect(world), world.cluster.direct_fabric)
+        row = (shape.heads // shape.size) * (shape.head_dim + 1)  # symbols have fp32 elements: one lane an LSE
         elements = shape.size * shape.max_rows * row
         self._staging = [
             (Symbol(world, (elements,), name=f"dcp.send.u{u}"), Symbol(world, (elements,), name=f"dcp.recv.u{u}"))
@@ -36,7 +34,7 @@ class SymbolContextParallel:
 
     def reduce_heads(self, out_THD: Symbol, lse_TH: Symbol, seq_lens: Any, query_start_loc: Any) -> Symbol:
         if self._backend == "a2a_direct":
-            return self._direct.reduce(out_THD, lse_TH, out_THD, lse_TH, ubatch=self._current_ubatch())
+            return self.direct.reduce(out_THD, lse_TH, out_THD, lse_TH, ubatch=self._current_ubatch())
         return self._a2a(out_THD, lse_TH) if self._backend == "a2a" else self._ag_rs(out_THD, lse_TH)
 
     def all_reduce(self, x: Symbol) -> Symbol:
@@ -55,7 +53,8 @@ class SymbolContextParallel:
     def _a2a(self, out: Symbol, lse: Symbol) -> Symbol:
         rows, heads, dim = out.shape
         n = heads // self.size
-        send, recv = (buffer.rows(0, self.size * rows * n * (dim + 1)) for buffer in self._staging[self._current_ubatch()])
+        used = self.size * rows * n * (dim + 1)
+        send, recv = (buffer.rows(0, used) for buffer in self._staging[self._current_ubatch()])
         launch(self.world, "dcp.pack", [out, lse], (0,), writes=[send])
         self.group.all_to_all_single(recv, send)
         return launch(self.world, "dcp.unpack_merge", [recv], (rows, n, dim))

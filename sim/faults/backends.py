@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dbo.moe.symm_copy import Channel
-from dbo.player import SchedulePlayer
+from dbo.player import RESULTS, SchedulePlayer
 from dbo.program import Program
 from dbo.ubatch import dbo_current_ubatch_id, dbo_enabled, dbo_get_previous_event
 from sim.faults.clean_run import CleanRun, every_split_rank, every_ubatch
@@ -42,7 +42,7 @@ def unawaited_result(program: Program, site: Site) -> Program:
             super().__init__(*args, **kwargs)
             if self.context.index == site.ubatch:
                 self._needs = self._needs | {"C.recv": ()}
-                self._recorded = self._recorded - {"C.recv", "copy"}
+                self._recorded = self._recorded - set(RESULTS)  # the shared expert's wait would stand in for it
 
     return replace(program, player=Hasty)
 
@@ -203,7 +203,7 @@ FAULTS = (
     Fault(
         name="unawaited-input", sentence="exchanges do not wait for what they send", id="stream-race",
         plant=unawaited_input, needs=_NEEDED, sites=essential_waits("D.send", "C.send"), backends=STREAM_BACKENDS,
-        keys=("rank", "ubatch"),
+        keys=("rank", "ubatch"), also=("buffer-reuse",),
     ),
     Fault(
         name="unawaited-result", sentence="the model goes on without waiting for combine", id="stream-race",
@@ -220,7 +220,7 @@ FAULTS = (
         plant=skip_signal, needs=_SPLIT, sites=every_ubatch, backends=("symm_copy",), keys=("rank", "ubatch"),
     ),
     Fault(
-        name="one-region", sentence="all ubatches receive in one region", id="stream-race", plant=one_region,
+        name="one-region", sentence="all ubatches receive in one region", id="buffer-reuse", plant=one_region,
         needs=_SPLIT, sites=every_split_rank, backends=("symm_copy",), everywhere=True, keys=(),
     ),
     Fault(
@@ -231,6 +231,6 @@ FAULTS = (
     Fault(
         name="unrecorded-stream", sentence="what crosses streams is freed too early", id="stream-race",
         plant=unrecorded_stream, needs="a split step in a run with numbers", sites=numeric_split_ranks,
-        backends=STREAM_BACKENDS, keys=("rank",),
+        backends=STREAM_BACKENDS, keys=("rank",), numeric=True,
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a run without a fault offers to plant one in: the yields, hooks, slices and steps that its trace shows.
 
-A run with a fault is the clean run up to the moment at which the fault comes into effect. So whether it comes into effect
-at all is a question about the clean run, and its answer never depends on what a detector says.
+A run with a fault is the clean run up to the moment at which the fault comes into effect. So whether it comes into
+effect at all is a question about the clean run, and its answer never depends on what a detector says.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Fault:
         split: it needs a step that is split (so DBO on).
         defaults: of the site, where they differ.
         keys: the parts of the site that it uses.
+        numeric: it breaks something that only runs with numbers have.
+        also: ids of detectors that may name it instead: the same missing order, seen from another side.
         needs: what a run must offer for the fault to come into effect at all, in words.
         sites: the same as a function: where a run, given by its clean twin, offers it. A fault planted anywhere else
             changes nothing; planted at one of these sites it must be found.
@@ -58,6 +60,8 @@ class Fault:
     backends: tuple[str, ...] = ()
     everywhere: bool = False
     split: bool = True
+    numeric: bool = False
+    also: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
     keys: tuple[str, ...] = ("rank", "ubatch", "at")
 

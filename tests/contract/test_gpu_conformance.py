@@ -11,7 +11,7 @@ from dbo.conformance import run_suite
 from gpu.world import launch as launch_processes
 from sim.world import launch as launch_simulated
 
-BACKENDS = ("nccl", "deepep_low_latency")
+BACKENDS = ("nccl", "deepep_low_latency", "symm_copy")
 
 
 def failures(results):

@@ -63,6 +63,7 @@ def reference(job):
         ("deepep_low_latency", 2, None, "greenlet"),
         ("deepep_low_latency", 4, None, "thread"),
         ("nccl", 4, None, "thread"),
+        ("symm_copy", 2, None, "thread"),
     ],
 )
 def test_a_run_is_the_reference_the_simulation_and_its_serial_twin(folder, backend, ranks, schedule, vehicle):

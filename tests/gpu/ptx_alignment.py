@@ -79,7 +79,9 @@ def accesses(ptx: str, pointers: dict[int, str], constants: dict[str, int]) -> I
             break
     for line in lines:
         op, rest = line["op"], line["rest"]
-        if re.match(r"(ld|st|atom|red)\.(?!param|shared)[\w.:]*", op) and ("global" in op or op.startswith(("atom", "red"))):
+        if re.match(r"(ld|st|atom|red)\.(?!param|shared)[\w.:]*", op) and (
+            "global" in op or op.startswith(("atom", "red"))
+        ):
             address = re.search(r"\[\s*(%rd\d+)", rest)
             if address is None:
                 continue
@@ -122,7 +124,9 @@ class Compiler:
 def pointer_numbers(names: dict[str, Any]) -> dict[int, str]:
     """The kernel's parameters as PTX numbers them: constants (and integers that are 1) are none."""
     passed = [n for n, v in names.items() if isinstance(v, torch.Tensor) or (isinstance(v, int) and not n.isupper())]
-    passed = [n for n in passed if isinstance(names[n], torch.Tensor) or (n not in ("num_warps",) and not _is_one(n, names))]
+    passed = [
+        n for n in passed if isinstance(names[n], torch.Tensor) or (n not in ("num_warps",) and not _is_one(n, names))
+    ]
     return {i: n for i, n in enumerate(passed) if isinstance(names[n], torch.Tensor)}
 
 
@@ -188,9 +192,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, strided: str) -> tuple[to
         return torch.zeros(rows, world * heads, dim, dtype=dtype), torch.zeros(rows, world * heads)
     wide = torch.zeros(rows, world * heads, 2 * dim + 6, dtype=dtype)
     out = wide[..., 3 : dim + 3] if strided == "odd" else wide[..., 1 : 2 * dim + 1 : 2]
-    lse = torch.zeros(rows, world * heads + 2)[:, : world * heads] if strided == "odd" else torch.zeros(
-        world * heads, rows
-    ).t()
+    lse = (
+        torch.zeros(rows, world * heads + 2)[:, : world * heads]
+        if strided == "odd"
+        else torch.zeros(world * heads, rows).t()
+    )
     return out, lse
 
 

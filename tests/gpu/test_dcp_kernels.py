@@ -335,3 +335,15 @@ def test_layout_regions_do_not_overlap_and_hold_every_tile() -> None:
             assert 1 <= num_tiles(rows) <= layout.max_tiles and num_tiles(rows) * tile_rows(rows) >= rows
             assert layout.fits(rows, 1152)
         assert not layout.fits(max_rows + 1, 1)
+
+
+def test_a_part_of_no_weight_is_selected_away_whenever_it_comes() -> None:
+    """A finite LSE so far below another that its weight is 0: its NaN must not leak, whichever source is read first."""
+    for order in ((0, 1), (1, 0)):
+        recv = torch.empty(2, 1, 1, 4, device=DEVICE)
+        out = torch.stack([torch.full((1, 1, 3), math.nan), torch.ones(1, 1, 3)])[list(order)].to(DEVICE)
+        lse = torch.tensor([-300.0, 5.0], device=DEVICE)[list(order)].view(2, 1, 1)
+        for source in range(2):
+            TORCH_KERNELS.pack(out[source], lse[source], recv[source : source + 1], None, None)
+        merged, whole = KERNELS.unpack_merge(recv, 3, True)
+        assert torch.equal(merged, torch.ones(1, 1, 3, device=DEVICE)) and whole.item() == 5.0

@@ -33,6 +33,9 @@ class Case:
     preset: str
     backend: str
 
+    def __str__(self) -> str:
+        return f"{self.preset}-{self.backend}"
+
     def job(self, programs: Callable[[int], Program] | None = None) -> RankJob:
         return ordering_job(
             ((8,), (8,)), backend=self.backend, schedule=self.preset, model={"num_hidden_layers": 4}, new_tokens=1,

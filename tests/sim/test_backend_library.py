@@ -1,7 +1,7 @@
 """The simulated DeepEP objects as a library: events, streams, refusals, captures. No torch.
 
-One program in the manner of FAULTS, vllm#38451 and vllm#27666: work A on compute, then the other ubatch's B, then a dispatch
-that depends on A only.
+One program in the manner of FAULTS, vllm#38451 and vllm#27666: work A on compute, then the other ubatch's B, then a
+dispatch that depends on A only.
 """
 
 from __future__ import annotations

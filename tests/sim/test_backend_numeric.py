@@ -19,7 +19,9 @@ from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import ExpertInputs
 from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
+from dbo.program import Program
 from sim.cost import CostTable
+from sim.faults import Site
 from sim.faults.clean_run import CleanRun
 from sim.world import Launched, SimWorld, launch
 from tests.sim.backend_harness import FAULTS, STREAM_BACKENDS
@@ -85,8 +87,8 @@ def exchange(kind: tuple[str, bool], tokens: tuple[int, ...], padding: int) -> L
             for _ in range(2):
                 arrived = backend.prepare_async(x, weights, ids)()
                 combined = backend.finalize_async(scaled(arrived), weights, ids)()
-        read = world.tensors.to_host
-        return (*(read(a, "check") for a in (arrived.x, arrived.topk_ids, arrived.topk_weights)), read(combined, "check"))
+        found = (arrived.x, arrived.topk_ids, arrived.topk_weights, combined)
+        return [world.tensors.to_host(array, "check") for array in found]
 
     launched = launch(program, ranks=len(tokens))
     assert launched.errors == [None] * len(tokens), launched.errors
@@ -173,7 +175,8 @@ def planted(
     model: Model, backend: str, fault: str, where: str = "", *, schedule: str = "", cost: CostTable | None = None
 ) -> Launched:
     job = numeric_job(*model, ((8,), (8,)), backend=backend, schedule=schedule, new_tokens=1)
-    return run(replace(job, program_of=FAULTS[fault].programs(job.config, where)), cost=cost)
+    # One step: a step that fails is scheduled again, and this one would fail every time.
+    return run(replace(job, program_of=FAULTS[fault].programs(job.config, where), max_steps=1), cost=cost)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +194,13 @@ def clean(model: Model) -> Callable[..., Launched]:
     return run_once
 
 
+def is_damaged(launched: Launched, right: Launched) -> bool:
+    """The sampler met poison, or the numbers are others than the right ones."""
+    if any("holds no NaN" in record.attrs["message"] for record in launched.trace.of_kind("error")):
+        return True
+    return float(np.abs(logits(launched) - logits(right)).max()) > 1e-3
+
+
 def logits(launched: Launched) -> np.ndarray:
     return np.concatenate([row for outcomes in outcomes_of(launched) for o in outcomes for row in o.logits.values()])
 
@@ -206,10 +216,13 @@ WAITS = {
 def test_a_needed_wait_left_out_shows_as_numbers_and_as_a_race(
     model: Model, clean: Callable[..., Launched], backend: str, fault: str
 ) -> None:
-    launched = planted(model, backend, fault, "rank=1,ubatch=1", cost=WAITS[fault])
+    """In one ubatch of every rank: an exchange starts when its last member comes, who would make up for the others."""
+    job = numeric_job(*model, ((8,), (8,)), backend=backend, new_tokens=1)
+    hasty = FAULTS[fault].plant(Program(), Site(ubatch=1))
+    launched = run(replace(job, program_of=lambda rank: hasty, max_steps=1), cost=WAITS[fault])
     assert str(verdict_of(launched).verdict) == "violated(stream-race)"
-    wrong, right = logits(launched), logits(clean(backend))
-    assert np.isnan(wrong).any() or np.abs(wrong - right).max() > 1e-3
+    damaged = is_damaged(launched, clean(backend))
+    assert damaged
 
 
 @pytest.mark.parametrize("cost", [SLOW_EXCHANGE, SLOW_COMPUTE], ids=["slow exchange", "slow compute"])
@@ -240,16 +253,22 @@ def test_what_crosses_streams_is_kept_alive(model: Model, clean: Callable[..., L
 
 
 @pytest.mark.parametrize(
-    ("backend", "fault"), [("deepep_v2", "late-epilogue"), ("symm_copy", "skip-signal"), ("symm_copy", "one-region")]
+    ("backend", "fault", "cost"),
+    [
+        ("deepep_v2", "late-epilogue", SLOW_EXCHANGE),
+        ("symm_copy", "skip-signal", SLOW_EXCHANGE),
+        ("symm_copy", "one-region", SLOW_COMPUTE),
+    ],
+    ids=["late-epilogue", "skip-signal", "one-region"],
 )
 def test_rows_of_somebody_else_are_wrong_numbers(
-    model: Model, clean: Callable[..., Launched], backend: str, fault: str
+    model: Model, clean: Callable[..., Launched], backend: str, fault: str, cost: CostTable
 ) -> None:
     where = "rank=1,ubatch=0" if FAULTS[fault].keys else ""
-    launched = planted(model, backend, fault, where, schedule="mlp_shared_overlap", cost=SLOW_EXCHANGE)
+    launched = planted(model, backend, fault, where, schedule="mlp_shared_overlap", cost=cost)
     assert verdict_of(launched).verdict.id == FAULTS[fault].id
-    wrong, right = logits(launched), logits(clean(backend, "mlp_shared_overlap"))
-    assert not np.array_equal(wrong, right)
+    damaged = is_damaged(launched, clean(backend, "mlp_shared_overlap"))
+    assert damaged
 
 
 @pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_v2"])
@@ -258,3 +277,13 @@ def test_the_payload_keeps_the_models_dtype(model: Model, backend: str) -> None:
     assert str(verdict_of(launched).verdict) == "proved"
     rows = [r for r in launched.trace.of_kind("collective") if r.name in ("dispatch", "combine")]
     assert {r.attrs["dtype"] for r in rows} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("backend", ["deepep_low_latency", "symm_copy"])
+def test_shared_experts_give_the_same_wherever_they_run(model: Model, backend: str) -> None:
+    jobs = [
+        numeric_job(*model, ((8,), (8,)), backend=backend, new_tokens=1, shared_experts=placement)
+        for placement in ("before", "overlap")
+    ]
+    before, overlap = (logits(run(job)) for job in jobs)
+    assert np.array_equal(before, overlap)

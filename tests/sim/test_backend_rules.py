@@ -57,7 +57,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "deepep_low_latency": {
         "collectives": (), "groups": set(), "transfers": (("dispatch.transfer", "all"), ("combine.transfer", "all")),
         "transfer SMs": {None}, "halves": {"send": 2, "recv": 2}, "hooks": True, "kernel SMs": set(), "count waits": 0,
-        "GIL": set(), "exchange lines": {"compute", "net"}, "own buffers": {"low_latency.recv0"},  # calls 0 and 2; the other ubatch has 1 and 3
+        "GIL": set(), "exchange lines": {"compute", "net"}, "own buffers": {"low_latency.recv0"},
+        # calls 0 and 2; the other ubatch has 1 and 3
     },
     "deepep_high_throughput": {
         "collectives": ("notify_dispatch", "dispatch", "combine"), "groups": {"deepep"}, "transfers": (),
@@ -72,7 +73,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "symm_copy": {
         "collectives": (), "groups": set(),
         "transfers": (("dispatch.counts.copy", 1), ("dispatch.copy", 1), ("combine.copy", 1)), "transfer SMs": {0},
-        "halves": {}, "hooks": False, "kernel SMs": set(), "count waits": 1, "GIL": {"released"}, "exchange lines": {"net"},
+        "halves": {}, "hooks": False, "kernel SMs": set(), "count waits": 1, "GIL": {"released"},
+        "exchange lines": {"net"},
         "own buffers": {"symm.u0.dispatch.counts", "symm.u0.dispatch", "symm.u0.combine"},
     },
 }  # fmt: skip
@@ -123,7 +125,7 @@ def test_v1_tells_counts_before_it_moves_rows() -> None:
 
 def test_copies_take_no_sm_and_packing_does_not_travel() -> None:
     launched = one_step("symm_copy")
-    copies = [r for r in launched.trace.of_kind("transfer")]
+    copies = list(launched.trace.of_kind("transfer"))
     assert {(r.line, r.attrs["sms"]) for r in copies} == {("net", 0)}
     assert {r.attrs["dst"] for r in copies if r.rank == 0} == {1}
     packs = [r for r in launched.trace.of_kind("op") if r.name == "pack"]
@@ -195,3 +197,14 @@ def test_vllm_refuses_dbo_with_v2_and_this_runs_it() -> None:
     config = DBOConfig(data_parallel_size=2, enable_expert_parallel=True, enable_dbo=True, all2all_backend="deepep_v2")
     assert (config.dbo_schedule, config.dbo_comm_sms) == ("vllm_high_throughput", 20)
     assert split_steps(one_step("deepep_v2")) == [0]
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_shared_experts_before_the_dispatch_or_where_the_schedule_has_them(backend: str) -> None:
+    """Before, the dispatch waits for them; else they run beside an exchange."""
+    for placement in ("before", "overlap"):
+        launched = one_step(backend, shared_experts=placement, schedule="mlp_shared_overlap")
+        mine = [r for r in launched.trace.records if r.rank == 0 and r.ubatch == 0 and r.layer == 1 and r.on_device]
+        (shared,) = [r for r in mine if r.name == "shared_experts"]
+        sent = min((r for r in mine if r.point == "D.send" and (r.reads or r.kind == "collective")), key=lambda r: r.id)
+        assert (shared.id < sent.id, shared.point) == ((True, "A1") if placement == "before" else (False, "S"))

@@ -39,7 +39,7 @@ def test_one_device_runs_deepep_v1_shared_and_no_nccl(monkeypatch):
 
 def test_two_devices_without_deepep_say_what_to_install(monkeypatch):
     backends = backends_of(monkeypatch, (device(0, (1,)), device(1, (0,))))
-    assert backends["nccl"].there and backends["symm_copy"].there
+    assert backends["nccl"].there and "reaches every other" in backends["symm_copy"].what
     assert not backends["deepep_low_latency"].there and probe.DEEPEP_V1 in backends["deepep_low_latency"].fix
     assert "no NVSHMEM" in backends["deepep_low_latency"].what
 

@@ -29,12 +29,12 @@ def layer(items, backend="deepep_low_latency", head=""):
 
 @pytest.mark.parametrize(("name", "backend"), EVERY_PRESET, ids=["-".join(case) for case in EVERY_PRESET])
 def test_every_preset_is_valid_for_every_backend_it_declares(name, backend):
-    validate(load_schedule(name), backend=backend, num_ubatches=2)
+    assert validate(load_schedule(name), backend=backend, num_ubatches=2) is None
 
 
 @pytest.mark.parametrize("name", [s.name for s in presets().values() if s.offset == 0])
 def test_three_ubatches_where_the_backend_allows(name):
-    validate(load_schedule(name), backend="nccl", num_ubatches=3)
+    assert validate(load_schedule(name), backend="nccl", num_ubatches=3) is None
 
 
 NCCL = "A0 A1 D.send@comm | D.recv MLP C.send@comm S | C.recv"

@@ -1,0 +1,44 @@
+"""Needs torch and Triton. What `dbo.registry.layer_kernels("cuda")` answers: a layer's fused kernels, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbo.moe.grouped_experts import RowMoves
+from gpu.attention import FusedMLAttention
+from gpu.kernels import layer_rows
+from gpu.kernels.expert_rows import TRITON_ROWS
+
+
+def gate_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`[T, H]` by `[E, H]` to `[T, E]` fp32. Products of bf16 are exact in fp32, so nothing is widened beforehand."""
+    if hidden.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.float().t()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKernels:
+    """Each with the signature and the rounding of what it replaces.
+
+    Attributes:
+        rms_norm, gated: as in `dbo.model.layers`.
+        gate_logits: `[T, H]` hidden and `[E, H]` weight to `[T, E]` fp32. route: see `gpu.kernels.layer_rows`.
+        rows: how rows come to their experts and back.
+        attention: the class of a layer's attention.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = layer_rows.rms_norm
+    gated: Callable[[Tensor], Tensor] = layer_rows.gated
+    gate_logits: Callable[[Tensor, Tensor], Tensor] = gate_logits
+    route: Callable[..., Any] = layer_rows.route
+    rows: RowMoves = TRITON_ROWS
+    attention: type[FusedMLAttention] = FusedMLAttention
+
+
+LAYER = LayerKernels()

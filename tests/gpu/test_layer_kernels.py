@@ -1,0 +1,256 @@
+"""A layer's fused kernels against plain torch: on a device where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before the first import
+triton = pytest.importorskip("triton", reason="triton is not installed (extra `kernels`)")
+
+from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
+from dbo.model.attention import MLAttention  # noqa: E402
+from dbo.model.config import ModelConfig  # noqa: E402
+from dbo.model.layers import rms_norm  # noqa: E402
+from dbo.model.paging import plan_paged_batch  # noqa: E402
+from dbo.model.rope import rotation  # noqa: E402
+from dbo.model.router import Router  # noqa: E402
+from dbo.moe.experts import FlatExperts  # noqa: E402
+from dbo.moe.grouped_experts import GroupedFlatExperts, TorchRows  # noqa: E402
+from dbo.moe.interface import ExpertInputs  # noqa: E402
+from gpu import attention  # noqa: E402
+from gpu.kernels import layer_rows, mla_decode  # noqa: E402
+from gpu.kernels.expert_rows import TRITON_ROWS  # noqa: E402
+
+INTERPRETED = not isinstance(triton.language.max, triton.runtime.JITFunction)
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED,
+    reason="triton was imported before this file could ask for its interpreter: test_layer_kernels_apart runs this file",
+)
+
+
+@pytest.fixture(autouse=True)
+def working_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Under the interpreter a kernel is numpy: quiet, and with loop bounds as Triton 3.6 and numpy 2.4 disagree on them."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, scope):
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"), torch.inference_mode():
+        yield
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def ids_of(rows: int, top_k: int, experts: int, *, nobody: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.stack([torch.randperm(max(experts, top_k), generator=generator)[:top_k] for _ in range(rows)])
+    return ids.masked_fill((torch.rand(ids.shape, generator=generator) < nobody) | (ids >= experts), -1).to(DEVICE)
+
+
+ROUTINGS = {
+    "mixed": (ids_of(37, 3, 5, nobody=0.4), 5),
+    "several blocks": (ids_of(200, 4, 64, nobody=0.1), 64),
+    "one row": (ids_of(1, 2, 4, nobody=0.0), 4),
+    "nobody's": (torch.full((5, 3), -1, device=DEVICE), 4),
+    "one expert": (torch.tensor([[2, -1, -1]] * 19, device=DEVICE), 4),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_are_ordered_as_by_a_stable_sort(name: str) -> None:
+    ids, experts = ROUTINGS[name]
+    found, wanted = TRITON_ROWS.order(ids, experts), TorchRows().order(ids, experts)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_go_to_their_experts_and_back(name: str) -> None:
+    ids, experts = ROUTINGS[name]
+    weights, x = torch.rand(ids.shape, device=DEVICE), draw(len(ids), 96, seed=3)
+    x[(ids < 0).all(1)] = torch.nan
+    weights[ids < 0] = torch.nan
+    places, ends = TRITON_ROWS.order(ids, experts)
+    valid = int(ends[-1])
+    rows = TRITON_ROWS.spread(x, places)
+    assert torch.equal(rows[:valid], TorchRows().spread(x, places)[:valid])
+    rows[valid:] = torch.nan
+    back = TRITON_ROWS.gather(rows, places, weights)
+    share = weights.nan_to_num() * (ids >= 0)
+    wanted = x.nan_to_num() * share.sum(1, keepdim=True)
+    assert torch.allclose(back, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [16, 130, 256])
+def test_activation_stops_at_the_last_end(width: int) -> None:
+    gate_up = draw(21, 2 * width, dtype=torch.bfloat16)
+    wanted = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
+    found = TRITON_ROWS.activate(gate_up, None)
+    assert torch.allclose(found.float(), wanted.float(), rtol=2e-2, atol=1e-4)  # the interpreter truncates
+    ends = torch.tensor([3, 9], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(TRITON_ROWS.activate(gate_up, ends)[:9], found[:9])
+
+
+def test_experts_with_moved_rows_are_the_wide_product() -> None:
+    ids, experts = ROUTINGS["mixed"]
+    gate_up = draw(experts, 64, 48, seed=1, dtype=torch.bfloat16) / 8
+    down = draw(experts, 32, 48, seed=2, dtype=torch.bfloat16) / 6
+    given = ExpertInputs(
+        layout="flat", x=draw(len(ids), 48, seed=4, dtype=torch.bfloat16), topk_ids=ids,
+        topk_weights=torch.rand(ids.shape, device=DEVICE),
+    )  # fmt: skip
+    wanted = FlatExperts(gate_up, down).apply(given).float()
+    found = GroupedFlatExperts(gate_up, down, TRITON_ROWS).apply(given).float()
+    assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm(dtype: torch.dtype) -> None:
+    x, weight = draw(7, 3, 200, dtype=dtype), draw(100, seed=1, dtype=dtype)
+    wide = x.float()[..., :100]
+    wanted = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    found = layer_rows.rms_norm(x[..., :100], weight, 1e-6)
+    assert torch.allclose(found.float(), wanted.float(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_routing_is_the_routers() -> None:
+    config = SimpleNamespace(num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy", routed_scaling_factor=1.5)
+    hidden, weight = draw(9, 32), draw(12, 32, seed=1)
+    padding = torch.zeros(9, 1, dtype=torch.bool, device=DEVICE)
+    padding[7:] = True
+    hidden[8] = torch.nan
+    wanted = Router(config, weight)(hidden, padding)
+    found = layer_rows.route(hidden @ weight.t(), padding, 3, 1.5)
+    assert torch.equal(found[1], wanted[1]) and torch.allclose(found[0], wanted[0], atol=1e-6)
+
+
+CONFIG = ModelConfig(
+    vocab_size=32, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=3, kv_lora_rank=20, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, max_position_embeddings=64,
+)  # fmt: skip
+PAGE = 4
+
+
+def attention_weights() -> dict[str, torch.Tensor]:
+    heads = CONFIG.num_attention_heads
+    shapes = {
+        "q_proj": (heads * CONFIG.qk_head_dim, CONFIG.hidden_size),
+        "kv_a_proj_with_mqa": (CONFIG.kv_cache_dim, CONFIG.hidden_size),
+        "kv_a_layernorm": (CONFIG.kv_lora_rank,),
+        "kv_b_proj": (heads * (CONFIG.qk_nope_head_dim + CONFIG.v_head_dim), CONFIG.kv_lora_rank),
+        "o_proj": (CONFIG.hidden_size, heads * CONFIG.v_head_dim),
+    }
+    return {f"a.{name}.weight": draw(*shape, seed=i) / 4 for i, (name, shape) in enumerate(shapes.items())}
+
+
+def batch_of(computed: list[int], queries: list[int], *, pad: int) -> SimpleNamespace:
+    """Metadata of requests with so many keys cached and so many new; blocks lie in falling order."""
+    lens = [c + q for c, q in zip(computed, queries, strict=True)]
+    width = max(-(-n // PAGE) for n in lens)
+    table = torch.arange(len(lens) * width, 0, -1).view(len(lens), width)
+    where = [(r, p) for r, (c, n) in enumerate(zip(computed, lens, strict=True)) for p in range(c, n)]
+    slots = [int(table[r, p // PAGE]) * PAGE + p % PAGE for r, p in where]
+    starts = [0, *np.cumsum(queries).tolist()]
+    on = {"device": DEVICE}
+    return SimpleNamespace(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, **on),
+        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, **on), seq_lens_cpu=torch.tensor(lens, dtype=torch.int32),
+        num_reqs=len(lens), dcp_layout=None, num_actual_tokens=len(where), max_query_len=max(queries),
+        max_seq_len=max(lens), block_table_tensor=table.to(torch.int32).to(DEVICE),
+        slot_mapping=torch.tensor(slots + [0] * pad, **on), positions=torch.tensor([p for _, p in where] + [7] * pad, **on),
+    )  # fmt: skip
+
+
+def by_loop(queries, keys, values, query_starts, key_starts, max_queries, max_keys, scale, lens=None):
+    """`ragged_attention`, one request after another; rows behind the last stay NaN."""
+    out = torch.full((*queries.shape[:2], values.shape[-1]), torch.nan, device=queries.device)
+    for r in range(len(query_starts) - 1):
+        q = queries[query_starts[r] : query_starts[r + 1]].transpose(0, 1)
+        stop = key_starts[r + 1] if lens is None else key_starts[r] + lens[r]
+        k, v = (t[key_starts[r] : stop].transpose(0, 1) for t in (keys, values))
+        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(k.shape[1] - q.shape[1] + 1)
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+        out[query_starts[r] : query_starts[r + 1]] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+BATCHES = {
+    "decodes": ([9, 0, 17], [1, 1, 1]),
+    "short queries": ([9, 3, 0], [1, 4, 2]),
+    "nothing cached": ([0, 0], [19, 5]),
+    "chunks": ([6, 0, 11], [18, 17, 1]),
+}
+
+
+def attend_both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    computed, queries = BATCHES[name]
+    weights, metadata = attention_weights(), batch_of(computed, queries, pad=2)
+    rows = len(metadata.positions)
+    hidden = draw(rows, CONFIG.hidden_size, seed=9)
+    hidden[-1] = torch.nan
+    inv_freq = 1.0 / 100.0 ** torch.arange(0, 1, 0.5, device=DEVICE)
+    by, batch = rotation(metadata.positions, inv_freq, 1.0), plan_paged_batch(metadata, metadata.positions, block_size=PAGE)
+    cache = draw(metadata.block_table_tensor.numel() + 1, PAGE, CONFIG.kv_cache_dim, seed=11)
+    for r, length in enumerate(metadata.seq_lens.tolist()):  # what nobody wrote is poison
+        slots = (metadata.block_table_tensor[r, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
+        cache.view(-1, CONFIG.kv_cache_dim)[slots[length:].long()] = torch.nan
+    results = []
+    for kind in (MLAttention, attention.FusedMLAttention):
+        layer, mine = kind(CONFIG, weights, "a"), cache.clone()
+        with override_forward_context(ForwardContext(attn_metadata=metadata, kv_caches=[mine])):
+            out = layer.attend(layer.project(hidden, by), mine, batch)
+        results.append((out, mine.view(-1, CONFIG.kv_cache_dim)[metadata.slot_mapping[: rows - 2]]))
+    (wanted, wanted_cache), (found, found_cache) = results
+    assert torch.allclose(found_cache, wanted_cache, atol=1e-5)
+    assert not found[rows - 2 :].any()
+    return found, wanted
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_is_the_absorbed_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ragged_attention", by_loop)
+    found, wanted = attend_both(name)
+    assert torch.allclose(found, wanted, atol=1e-4), (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize("programs", [1, 16, 600])
+def test_keys_may_be_split(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = mla_decode.Tuning(block_keys=16, programs=programs)
+    monkeypatch.setattr(mla_decode, "splits_for", lambda rows, heads, keys, _: 2 ** min(3, (programs // rows).bit_length()))
+    monkeypatch.setattr(attention, "mla_decode", lambda *a, **k: mla_decode.mla_decode(*a, **k, tuning=tuning))
+    found, wanted = attend_both("decodes")
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_a_key_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: one position off reads a row that nobody wrote, or hides one."""
+    real = mla_decode.mla_decode
+
+    def shifted(*args, positions: torch.Tensor, **more):
+        return real(*args, positions=(positions - 1).clamp(min=0), **more)
+
+    monkeypatch.setattr(attention, "mla_decode", shifted)
+    found, wanted = attend_both("decodes")
+    assert not torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "keys", "splits"), [(64, 2048, 8), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)])
+def test_splits_fill_the_device_and_no_more(rows: int, keys: int, splits: int) -> None:
+    assert mla_decode.splits_for(rows, 1, keys, mla_decode.DEFAULT) == splits
