@@ -14,11 +14,15 @@ import numpy as np
 Request = tuple[Sequence[int], Sequence[np.ndarray]]
 """A request's tokens, and the row of logits `[vocab]` behind each."""
 
-MARGINS = {"float32": 1e-5, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+MARGINS = {"float32": 1e-5, "float16": 0.0125, "bfloat16": 0.1}
 """Relative to the largest logit of the row: below it, the reference's first and second token are a tie.
 
-16-bit runs are compared with a reference in fp32, so the margin covers the rounding of activations through all layers.
+16-bit runs are compared with a reference in fp32, so the margin covers the rounding of activations through all layers. Four
+layers of the generated folder in bf16 gave logits within 0.075 of the reference's, by norm (two H200s, DeepEP V1).
 """
+
+TOLERANCES = {"float32": 1e-4, "float16": 0.0125, "bfloat16": 0.1}
+"""By how much, relative and by norm, a row of logits may differ from the reference's while both have the same text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +33,14 @@ class Comparison:
         tokens_equal: every token is the reference's, ties apart.
         compared: tokens that were compared. ties: requests that parted at a tie.
         max_rel_err: of the rows of logits up to and with the one where a request parts, by norm.
+        logits_close: that error is within `TOLERANCES`.
     """
 
     tokens_equal: bool
     compared: int
     ties: int
     max_rel_err: float | None
+    logits_close: bool = True
 
 
 def compare(expected: Mapping[str, Request], found: Mapping[str, Request], *, dtype: str) -> Comparison:
@@ -55,7 +61,11 @@ def compare(expected: Mapping[str, Request], found: Mapping[str, Request], *, dt
                 equal = equal and tie
                 break
         equal = equal and (parted or len(tokens) == len(mine))
-    return Comparison(tokens_equal=equal, compared=compared, ties=ties, max_rel_err=max(errors, default=None))
+    worst = max(errors, default=None)
+    return Comparison(
+        tokens_equal=equal, compared=compared, ties=ties, max_rel_err=worst,
+        logits_close=worst is None or worst <= TOLERANCES[dtype],
+    )  # fmt: skip
 
 
 def margin(row: np.ndarray, token: int) -> float:

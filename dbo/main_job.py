@@ -310,7 +310,8 @@ def _reference(
     for others in groups[1:]:  # the peers of a DCP group compute the same tokens, each by itself
         peer = compare(expected, _by_request(others), dtype=job.config.dtype)
         said = said if not said.tokens_equal or peer.tokens_equal else peer
-    return Reference(tokens_equal=said.tokens_equal, max_rel_err=said.max_rel_err, ties=said.ties)
+    equal = said.tokens_equal and said.logits_close
+    return Reference(tokens_equal=equal, max_rel_err=said.max_rel_err, ties=said.ties)
 
 
 def _twins(

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from dbo.batch_plan import BatchPlan, DCPLayout
 from dbo.config import DBOConfig
 from dbo.contract import World
 from dbo.coordinate import Decision, RankColumn, vote
 from dbo.dcp.interface import rows_of_peer
-from dbo.engine.scheduler import RequestScheduler
-from dbo.batch_plan import BatchPlan, DCPLayout
 from dbo.engine.batch import ModelInputs, build_batch, dummy_batch
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
+from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import UBatchError, Unwinding
 from dbo.forward_context import ForwardContext, SerialPlayer, override_forward_context
 from dbo.graphs import graph_key

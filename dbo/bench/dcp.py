@@ -1,8 +1,8 @@
-"""`dbo bench dcp`: the exchange of a DCP group by every path, checked first, then timed, on real processes. No torch here.
+"""`dbo bench dcp`: a DCP group's exchange by every path, checked first, then timed, on real processes. No torch here.
 
-One process a rank: gloo on the CPU, NCCL on two devices or more. On a single device only the direct path can run, between
-virtual ranks; it says so, since no link is crossed. Every row is compared with a float64 merge before it is timed, and a
-wrong one is never timed.
+One process a rank: gloo on the CPU, NCCL on two devices or more. On a single device only the direct path can run,
+between virtual ranks; it says so, since no link is crossed. Every row is compared with a float64 merge before it is
+timed, and a wrong one is never timed.
 """
 
 from __future__ import annotations

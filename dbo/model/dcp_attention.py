@@ -1,8 +1,8 @@
-"""MLA on one rank of a DCP group: all heads over its own keys, then exchange, merge, and its share of the projection.
+"""MLA on one rank of a DCP group: own keys, exchange and merge, own part of the output projection. Needs torch.
 
-Needs torch. Every rank computes the queries of all H heads against its share of the keys; after the merge it holds H / C
-heads over all keys, applies its columns of the output projection, and the group sums. Latents are exchanged, not
-values: they are what the absorbed form attends to, and the value projection of own heads comes after the merge.
+Every rank computes the queries of all H heads against its share of the keys; after the merge it holds H / C heads over
+all keys, applies its columns of the output projection, and the group sums. Latents are exchanged, not values: they are
+what the absorbed form attends to, and the value projection of own heads comes after the merge.
 """
 
 from __future__ import annotations

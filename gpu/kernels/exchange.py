@@ -63,7 +63,7 @@ class Tuning:
     tile_rows: int = 0
 
 
-def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 2) -> Tuning:
+def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 3) -> Tuning:
     """A grid that fits on the device beside those of the other ranks that live on it."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return Tuning(programs=max(1, sms * programs_per_sm // ranks_on_device))

@@ -1,8 +1,9 @@
 """`a2a_direct` on the simulated machine: the protocol of `dbo.dcp.direct`, one tile a source.
 
-A push is a transfer on the line "net", behind the caller's stream, into slab (epoch mod 2, source) of the peer's region;
-its end raises the flag of its epoch. The merge waits for the flags of that epoch from all peers, and for the own pushes,
-which belong to the same kernel. The epoch is counted where the kernel runs: also when a graph is replayed.
+A push is a transfer on the line "net", behind the caller's stream, into slab (epoch mod 2, source) of the peer's
+region; its end raises the flag of its epoch. The merge waits for the flags of that epoch from all peers, and for the
+own pushes, which belong to the same kernel. The epoch is counted where the kernel runs: also when a graph is
+replayed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Needs torch and Triton, no device. Compiles the kernels for a device and compares how wide each access is with how far
-its address is aligned.
+"""Needs torch and Triton, no device. Compiles the kernels for one, and compares how wide each access is with how far its
+address is aligned.
 
-Triton decides on wide accesses from what it believes of divisibilities, and it can be wrong; a CPU never notices, a device
-stops with "misaligned address". The interpreter does not see it either, so this reads the PTX: for every access to global
-memory, which argument its address comes from and how many bytes it moves at once. How far those addresses are aligned is
-computed here from the shapes.
+Triton decides on wide accesses from what it believes of divisibilities, and it can be wrong; a CPU never notices, a
+device stops with "misaligned address". The interpreter does not see it either, so this reads the PTX: for every
+access to global memory, which argument its address comes from and how many bytes it moves at once. How far those
+addresses are aligned is computed here from the shapes.
 
-Run as a program (the interpreter, once chosen, cannot compile): prints one line for each access that is too wide, and how
-many it has looked at.
+Run as a program (the interpreter, once chosen, cannot compile): prints one line for each access that is too wide, and
+how many it has looked at.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed (extra `k
 from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
 from dbo.model.attention import MLAttention  # noqa: E402
 from dbo.model.config import ModelConfig  # noqa: E402
-from dbo.model.layers import rms_norm  # noqa: E402
 from dbo.model.paging import plan_paged_batch  # noqa: E402
 from dbo.model.rope import rotation  # noqa: E402
 from dbo.model.router import Router  # noqa: E402
@@ -129,7 +128,9 @@ def test_norm(dtype: torch.dtype) -> None:
 
 
 def test_routing_is_the_routers() -> None:
-    config = SimpleNamespace(num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy", routed_scaling_factor=1.5)
+    config = SimpleNamespace(
+        num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy", routed_scaling_factor=1.5
+    )
     hidden, weight = draw(9, 32), draw(12, 32, seed=1)
     padding = torch.zeros(9, 1, dtype=torch.bool, device=DEVICE)
     padding[7:] = True
@@ -206,7 +207,10 @@ def attend_both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = draw(rows, CONFIG.hidden_size, seed=9)
     hidden[-1] = torch.nan
     inv_freq = 1.0 / 100.0 ** torch.arange(0, 1, 0.5, device=DEVICE)
-    by, batch = rotation(metadata.positions, inv_freq, 1.0), plan_paged_batch(metadata, metadata.positions, block_size=PAGE)
+    by, batch = (
+        rotation(metadata.positions, inv_freq, 1.0),
+        plan_paged_batch(metadata, metadata.positions, block_size=PAGE),
+    )
     cache = draw(metadata.block_table_tensor.numel() + 1, PAGE, CONFIG.kv_cache_dim, seed=11)
     for r, length in enumerate(metadata.seq_lens.tolist()):  # what nobody wrote is poison
         slots = (metadata.block_table_tensor[r, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
@@ -233,7 +237,9 @@ def test_attention_is_the_absorbed_one(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("programs", [1, 16, 600])
 def test_keys_may_be_split(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = mla_decode.Tuning(block_keys=16, programs=programs)
-    monkeypatch.setattr(mla_decode, "splits_for", lambda rows, heads, keys, _: 2 ** min(3, (programs // rows).bit_length()))
+    monkeypatch.setattr(
+        mla_decode, "splits_for", lambda rows, heads, keys, _: 2 ** min(3, (programs // rows).bit_length())
+    )
     monkeypatch.setattr(attention, "mla_decode", lambda *a, **k: mla_decode.mla_decode(*a, **k, tuning=tuning))
     found, wanted = attend_both("decodes")
     assert torch.allclose(found, wanted, atol=1e-4)
@@ -251,6 +257,82 @@ def test_a_key_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(found, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "keys", "splits"), [(64, 2048, 8), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "splits"), [(64, 2048, 8), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)]
+)
 def test_splits_fill_the_device_and_no_more(rows: int, keys: int, splits: int) -> None:
     assert mla_decode.splits_for(rows, 1, keys, mla_decode.DEFAULT) == splits
+
+
+@pytest.mark.gpu(min_devices=1)
+@pytest.mark.parametrize("queries", [[33, 1, 100], [64, 64, 64]])
+@pytest.mark.parametrize("cached", [0, 70])
+def test_torchs_flash_attention_is_the_loop(queries: list[int], cached: int) -> None:
+    """Also that the last query sees all keys, and that keys behind a request's length have no part."""
+    lens = [n + cached for n in queries]
+    starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32, device=DEVICE)
+    widest = max(lens) + 5
+    key_starts = starts if not cached else torch.arange(0, 3 * widest + 1, widest, dtype=torch.int32, device=DEVICE)
+    used = None if not cached else torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    q, k = (
+        draw(sum(queries), 4, 192, dtype=torch.bfloat16),
+        draw(int(key_starts[-1]), 4, 192, seed=1, dtype=torch.bfloat16),
+    )
+    v = draw(len(k), 4, 256, seed=2, dtype=torch.bfloat16)[..., 128:]
+    if used is not None:
+        for r, n in enumerate(lens):
+            k[r * widest + n : (r + 1) * widest] = torch.nan
+            v[r * widest + n : (r + 1) * widest] = torch.nan
+    given = (starts, key_starts, max(queries), max(lens), 0.07, used)
+    found = attention.ragged_attention(q, k, v, *given).float()
+    wanted = by_loop(q.float(), k.float(), v.float(), *given)
+    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.gpu(min_devices=1)
+def test_captured_experts_follow_the_routing() -> None:
+    """One graph, three routings, one of them with nobody: what eager gives."""
+    gate_up = draw(8, 256, 128, seed=1, dtype=torch.bfloat16) / 8
+    down = draw(8, 128, 128, seed=2, dtype=torch.bfloat16) / 6
+    experts = GroupedFlatExperts(gate_up, down)
+    assert experts.moves is TRITON_ROWS
+    ids, share = ids_of(70, 4, 8, nobody=0.2), torch.rand(70, 4, device=DEVICE)
+    x = draw(70, 128, seed=4, dtype=torch.bfloat16)
+    given = ExpertInputs(layout="flat", x=x, topk_ids=ids, topk_weights=share)
+    experts.apply(given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts.apply(given)
+    for other in (ids_of(70, 4, 8, nobody=0.7), torch.full_like(ids, -1), (ids + 3) % 8):
+        ids.copy_(other)
+        graph.replay()
+        wanted = FlatExperts(gate_up, down).apply(given)
+        assert torch.equal(out, experts.apply(given))
+        assert (out.float() - wanted.float()).abs().max() <= 0.02 * wanted.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.gpu(min_devices=1)
+@pytest.mark.parametrize("keys", [1, 63, 700])
+def test_decode_at_the_models_size(keys: int) -> None:
+    """The published latent and rope sizes in bf16, against fp32 products."""
+    rows, heads, page = 9, 16, 64
+    pages = -(-keys // page)
+    table = (1 + torch.randperm(rows * pages).view(rows, pages)).to(torch.int32).to(DEVICE)
+    cache = draw(rows * pages + 1, page, 576, dtype=torch.bfloat16)
+    latent, q = (
+        draw(heads, rows, 512, seed=1, dtype=torch.bfloat16),
+        draw(rows, heads, 192, seed=2, dtype=torch.bfloat16),
+    )
+    positions = torch.arange(keys - 1, keys - 1 + rows, device=DEVICE).clamp(max=keys - 1)
+    padding = torch.zeros(rows, 1, dtype=torch.bool, device=DEVICE)
+    padding[-1] = True
+    found = mla_decode.mla_decode(
+        latent, q, cache.view(-1, 576), block_table=table, page_size=page, row_requests=torch.arange(rows, device=DEVICE),
+        queries_per_request=1, positions=positions, padding_rows=padding, max_keys=keys, scale=0.07,
+    )  # fmt: skip
+    context = cache[table.long()].flatten(1, 2)[:, :keys].float()
+    whole = torch.cat((latent.transpose(0, 1), q[..., 128:]), -1).float()
+    wanted = (whole @ context.transpose(1, 2) * 0.07).softmax(-1) @ context[..., :512]
+    wanted[-1] = 0
+    assert (found.transpose(0, 1).float() - wanted).norm() <= 1e-2 * wanted.norm()

@@ -1,4 +1,4 @@
-"""The model on a DCP group, with numbers: the tokens of one rank that has all keys, with DBO and without, and in graphs."""
+"""The model on a DCP group, with numbers: the tokens of one rank that has all keys, with DBO, without, and in graphs."""
 
 from __future__ import annotations
 
@@ -52,12 +52,8 @@ def by_request(outcomes: Sequence[Sequence[StepOutcome]]) -> Found:
 def reference(asked: RankJob) -> Found:
     """The same requests on one rank on plain CPU tensors, which has all keys and is never split."""
     alone = config(data_parallel_size=1, enable_dbo=False, enable_expert_parallel=False, num_kv_blocks=256)
-    twin = replace(
-        asked,
-        config=alone,
-        requests=[[spec for mine in asked.requests for spec in mine]],
-        program_of=lambda r: Program(),
-    )
+    together = [[spec for mine in asked.requests for spec in mine]]
+    twin = replace(asked, config=alone, requests=together, program_of=lambda rank: Program())
     return by_request([RankMain(twin)(LocalWorld())])
 
 

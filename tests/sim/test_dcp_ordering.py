@@ -1,4 +1,4 @@
-"""DCP in the simulated world without numbers: every exchange, layout, backend and graph mode is proved; faults are found."""
+"""DCP in the simulated world without numbers: every exchange, layout, backend and mode is proved; faults are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """DCP inside DP and EP as a numpy model of four ranks: two replicas of two peers, experts over all four.
 
-The integers are the shipped ones (placement, slots, local lengths, shares of rows); the arithmetic is float64 and written
+The integers are the shipped ones (placement, slots, local lengths, shares of rows); the arithmetic is float64, written
 out. What comes together must be what one rank with all keys, heads and experts computes.
 """
 
