@@ -248,6 +248,11 @@ class GPUModelRunner:
             for tokens in sorted(self.config.cudagraph_capture_sizes, reverse=True):
                 for split in (True, False) if self._may_split(tokens) else (False,):
                     self._capture(tokens, split)
+        except Unwinding:
+            raise
+        except BaseException as error:  # the run cannot begin: whoever waits for this rank is told
+            self.world.fail(error)
+            raise
         finally:
             self.wrapper.graphs.capturing = False
 

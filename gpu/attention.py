@@ -1,12 +1,13 @@
 """Needs torch and Triton. MLA on a device, in the form that suits the queries.
 
 few queries a request     absorbed: one kernel over the pages (`gpu.kernels.mla_decode`); the cache is read once
-many, nothing cached yet  expanded: keys and values of the rows themselves, torch's cuDNN or flash attention
+many, nothing cached yet  expanded: keys and values of the rows themselves, torch's cuDNN attention
 many, some cached         expanded: the pages' rows gathered and expanded, torch's flash attention with lengths
 
-Expanding costs 2 * latent * heads * (nope + value) operations a key and saves heads * (latent + rope + latent - nope - rope -
-value) products a pair of query and key, so it pays from a few dozen queries a request on. All three are functions of
-device tensors and of host bounds, so none waits, and a captured one reads a replay's own lengths.
+Expanding costs 2 * latent * heads * (nope + value) operations a key and saves 2 * heads * (2 * latent - nope - value) a pair of
+query and key, so it pays from some dozen queries a request on. cuDNN takes keys and values of different widths (flash does
+not) and runs 2.5 times as fast, but its causal mask begins at the first key, and it bakes lengths, so it is for eager steps.
+Nothing here waits for the device; in a graph the other two read a replay's own lengths.
 """
 
 from __future__ import annotations
@@ -19,35 +20,57 @@ from torch.nn.functional import pad
 
 from dbo.forward_context import get_forward_context
 from dbo.model.attention import LATENT_NORM_EPS, MLAttention, Projected
+from dbo.model.config import ModelConfig
+from dbo.model.layers import Weights, rms_norm
 from dbo.model.paging import PagedBatch
 from dbo.model.rope import Rotation
-from gpu.kernels.layer_rows import finish_projection
+from gpu.kernels.layer_rows import clear_padding_, expanded_keys, finish_projection
 from gpu.kernels.mla_decode import mla_decode
 
 ABSORBED_QUERIES = 16
 """Up to so many queries a request, the longest of a batch, the absorbed form is taken."""
 
+LENGTH_STEP = 128
+"""cuDNN builds a plan a length: lengths are rounded up to multiples of this where rows follow."""
+
 
 class FusedMLAttention(MLAttention):
     """As `MLAttention`. `Projected.queries` are not absorbed here: `[T, heads, nope + rope]`."""
 
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        super().__init__(config, weights, prefix)
+        # One product instead of two: the latents' columns alone are too few to fill a device.
+        self.first = self.w["q_proj.weight"] if config.q_lora_rank is None else self.w["q_a_proj.weight"]
+        self.num_first = len(self.first)
+        self.first = torch.cat((self.first, self.w["kv_a_proj_with_mqa.weight"]))
+
     def project(self, hidden: Tensor, by: Rotation) -> Projected:
-        mixed = hidden @ self.w["kv_a_proj_with_mqa.weight"].t()
-        queries = self._queries(hidden)
+        config = self.config
+        both = hidden @ self.first.t()
+        queries, mixed = both[:, : self.num_first], both[:, self.num_first :]
+        if config.q_lora_rank is not None:
+            normed = rms_norm(queries, self.w["q_a_layernorm.weight"], LATENT_NORM_EPS)
+            queries = normed @ self.w["q_b_proj.weight"].t()
+        queries = queries.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         latents = finish_projection(mixed, queries, self.w["kv_a_layernorm.weight"], LATENT_NORM_EPS, *by)
         return Projected(queries=queries, latents=latents)
 
     def attend(self, projected: Projected, kv_cache: Tensor, batch: PagedBatch) -> Tensor:
-        metadata = get_forward_context().attn_metadata
+        context = get_forward_context()
+        metadata = context.attn_metadata
         self.write(projected.latents, kv_cache, batch)
         if batch.empty:
             values = torch.zeros_like(projected.queries[..., : self.config.v_head_dim])
         elif metadata.max_query_len <= ABSORBED_QUERIES:
             values = self.absorbed(projected.queries, kv_cache, batch, metadata)
         else:
-            values = self.expanded(projected, kv_cache, batch, metadata)
-        # Selected, not multiplied: what a padding row computed may be NaN.
-        return values.flatten(1).masked_fill(batch.padding_rows, 0.0) @ self.w["o_proj.weight"].t()
+            lengths = fresh_lengths(metadata) if context.graph_key is None else None
+            values = self.expanded(projected, kv_cache, batch, metadata, lengths)
+        return self.out(values, batch)
+
+    def out(self, values: Tensor, batch: PagedBatch) -> Tensor:
+        """Project `[T, heads, value]` to `[T, H]`; padding rows give 0, whatever they hold, NaN too."""
+        return clear_padding_(values.flatten(1), batch.padding_rows) @ self.w["o_proj.weight"].t()
 
     def absorbed(self, queries: Tensor, kv_cache: Tensor, batch: PagedBatch, metadata: Any) -> Tensor:
         """Attention in the latent space, pages read where they lie: `[T, heads, value]`."""
@@ -60,45 +83,71 @@ class FusedMLAttention(MLAttention):
         )  # fmt: skip
         return torch.bmm(mixed, self.value_up.transpose(1, 2)).transpose(0, 1)
 
-    def expanded(self, projected: Projected, kv_cache: Tensor, batch: PagedBatch, metadata: Any) -> Tensor:
-        """Keys and values of every head, then one fused call: `[T, heads, value]`."""
-        starts, lens = metadata.query_start_loc, metadata.seq_lens
-        if nothing_cached(metadata):
-            keys, values = self.expand(projected.latents)
-            return ragged_attention(
-                projected.queries,
-                keys,
-                values,
-                starts,
-                starts,
-                metadata.max_query_len,
-                metadata.max_query_len,
-                self.scale,
-            )
+    def expanded(
+        self, projected: Projected, kv_cache: Tensor, batch: PagedBatch, metadata: Any, lengths: list[int] | None
+    ) -> Tensor:
+        """Keys and values of every head, then torch's fused attention: `[T, heads, value]`.
+
+        `lengths`: of the requests, when all their keys are the batch's own rows and the host may bake that.
+        """
+        if lengths is not None:
+            return fresh_attention(projected.queries, *self.expand(projected.latents), lengths, self.scale)
         num_reqs, num_keys = batch.context_padding.shape[:2]
         cached = kv_cache.view(-1, kv_cache.shape[-1]).index_select(0, batch.context_slots)
         keys, values = self.expand(cached.to(projected.queries.dtype))
         key_starts = torch.arange(0, num_reqs * num_keys + 1, num_keys, dtype=torch.int32, device=keys.device)
         return ragged_attention(
-            projected.queries, keys, values, starts, key_starts, metadata.max_query_len, num_keys, self.scale, lens
-        )
+            projected.queries, keys, values, metadata.query_start_loc, key_starts, metadata.max_query_len, num_keys,
+            self.scale, metadata.seq_lens,
+        )  # fmt: skip
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Cache rows `[S, latent + rope]` to keys `[S, heads, nope + rope]` and values `[S, heads, value]` (a view)."""
         config = self.config
-        heads, nope = config.num_attention_heads, config.qk_nope_head_dim
-        both = latents[:, : config.kv_lora_rank] @ self.w["kv_b_proj.weight"].t()
-        keys, values = both.view(len(latents), heads, -1).split((nope, config.v_head_dim), dim=-1)
-        rope = latents[:, None, config.kv_lora_rank :].expand(-1, heads, -1)
-        return torch.cat((keys, rope), dim=-1), values
+        heads, nope, latent = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        both = latents[:, :latent] @ self.w["kv_b_proj.weight"].t()
+        keys = expanded_keys(both, latents, heads=heads, nope=nope, latent=latent)
+        return keys, both.view(len(latents), heads, -1)[..., nope:]
 
 
-def nothing_cached(metadata: Any) -> bool:
-    """Whether all keys are the batch's own rows, by the host's numbers. In a graph these are bounds, so never there."""
-    if metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
+def fresh_lengths(metadata: Any) -> list[int] | None:
+    """The requests' lengths when all keys are the batch's own rows, by the host's numbers; else None."""
     starts = metadata.query_start_loc_cpu
-    return bool((metadata.seq_lens_cpu == starts[1:] - starts[:-1]).all())
+    lengths = starts[1:] - starts[:-1]
+    # Where a step was planned ahead, the host's lengths are bounds: not less than these, and equal only if exact.
+    return lengths.tolist() if bool((metadata.seq_lens_cpu == lengths).all()) else None
+
+
+def fresh_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """Causal attention of requests side by side to their own rows, by torch's cuDNN kernels.
+
+    Args:
+        queries, keys: `[T, heads, d]`. values: `[T, heads, v]`. lengths: rows of each request, from the first row on.
+
+    Returns:
+        `[T, heads, v]`; rows behind the last request are undefined.
+    """
+    total, longest = sum(lengths), max(lengths)
+    if total == len(queries) == longest * len(lengths):
+        whole = (t.unflatten(0, (len(lengths), longest)) for t in (queries, keys, values))
+        return causal(*whole, scale).flatten(0, 1)
+    out = queries.new_empty((*queries.shape[:2], values.shape[-1]))
+    start = 0
+    for length in lengths:
+        # What follows is another request's: later rows have no part in earlier ones, and are overwritten or left out.
+        stop = min(total, start + -(-length // LENGTH_STEP) * LENGTH_STEP)
+        if length:
+            part = causal(*(t[None, start:stop] for t in (queries, keys, values)), scale)
+            out[start : start + length] = part[0, :length]
+        start += length
+    return out
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """cuDNN's causal attention of `[R, S, heads, d]` and values `[R, S, heads, v]`: `[R, S, heads, v]`."""
+    q, k, v = (t.transpose(1, 2) for t in (queries, keys, values))
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
+    return out.transpose(1, 2)
 
 
 def ragged_attention(

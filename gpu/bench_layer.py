@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from gpu.bench_layer_parts import LITE, LOADS, WIDE, Bench, Load, Part, Shape
 from gpu.bench_timing import Limits, Stopwatch
-from gpu.kernels import mla_decode
+from gpu.kernels import grouped_gemm, mla_decode
 
 WITHIN = 1 / 1.15
 """The least share that counts as within 15 %."""
@@ -97,17 +98,48 @@ def table(rows: list[Row]) -> str:
 
 
 def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
-    """Milliseconds of the decode kernel by its knobs."""
-    core = next(part for part in bench.parts() if part.name.startswith("attention core")).ours
-    works = {}
-    for keys in (16, 32, 64):
-        for warps in (4, 8):
-            for stages in (1, 2, 3):
-                for programs in (264, 528, 1056):
-                    tuning = mla_decode.Tuning(block_keys=keys, num_warps=warps, num_stages=stages, programs=programs)
-                    works[f"{keys} keys, {warps} warps, {stages} stages, {programs}"] = lambda t=tuning: core(tuning=t)
-    found, _ = watch.medians(works)
+    """Milliseconds of this load's kernels by their knobs."""
+    works: dict[str, Any] = {}
+    if bench.load.queries == 1:
+        core = next(part for part in bench.parts() if part.name.startswith("attention core")).ours
+        for keys, stages, programs in ((64, 3, 132), (64, 3, 264), (64, 2, 264), (32, 4, 132)):
+            tuning = mla_decode.Tuning(block_keys=keys, num_stages=stages, programs=programs)
+            works[f"core {keys} keys, {stages} stages, {programs} programs"] = partial(core, tuning=tuning)
+    moves, ids = bench.experts.moves, bench.routing[1]
+    places, ends = moves.order(ids, bench.shape.experts)
+    rows = moves.spread(bench.x, places)
+    active = moves.gate_up(rows, bench.gate_up, ends)
+    high = grouped_gemm.tile_rows(len(rows), bench.shape.experts)
+    for name, work, choices in (
+        ("gate up", partial(grouped_gemm.gate_up, rows, bench.gate_up, ends), GATE_UP_CHOICES),
+        ("down", partial(grouped_gemm.down, active, bench.down, ends), DOWN_CHOICES),
+    ):
+        for choice in choices[high]:
+            tile = grouped_gemm.Tile(
+                **dict(zip(("rows", "columns", "depth", "num_warps", "num_stages"), choice, strict=True))
+            )
+            works[f"{name} {choice}"] = partial(work, tile=tile)
+    works["gate up torch"] = lambda: moves.activate(
+        torch._grouped_mm(rows, bench.gate_up.transpose(1, 2), offs=ends), ends
+    )
+    works["down torch"] = lambda: torch._grouped_mm(active, bench.down, offs=ends)
+    found, refused = watch.medians(works)
+    if refused:
+        say("; ".join(f"{name} refused: {why}" for name, why in refused.items()))
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+Choice = tuple[int, int, int, int, int]
+GATE_UP_CHOICES: dict[int, list[Choice]] = {
+    16: [(16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 32, 256, 4, 3)],
+    64: [(64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 4)],
+    128: [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 64, 64, 4, 4), (64, 128, 64, 4, 3)],
+}
+DOWN_CHOICES: dict[int, list[Choice]] = {
+    16: [(16, 128, 128, 4, 3), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 256, 64, 4, 3)],
+    64: [(64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3)],
+    128: [(128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4)],
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,9 +179,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 f"\n{shape.name}, {load.tokens} tokens ({kind}, {load.requests} requests, {load.keys} keys)\n{table(rows)}"
             )
             everything += rows
-            if options.tune and kind == "decode" and shape is LITE:
+            if options.tune and shape is LITE and load.tokens != 4096:
                 tuned[str(load.tokens)] = found = tune(bench, watch)
-                say("; ".join(f"{name}: {ms:.4f}" for name, ms in list(found.items())[:12]))
+                say("; ".join(f"{name}: {ms:.4f}" for name, ms in found.items()))
             del bench
             torch.cuda.empty_cache()
     missed = [row for row in everything if not row.reached]

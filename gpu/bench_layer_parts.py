@@ -22,9 +22,9 @@ from dbo.model.layers import MLP, rms_norm
 from dbo.model.paging import plan_paged_batch
 from dbo.model.rope import rotation
 from dbo.model.router import Router
-from dbo.moe.grouped_experts import GroupedFlatExperts
+from dbo.moe.grouped_experts import GroupedFlatExperts, TorchRows
 from dbo.moe.interface import ExpertInputs
-from gpu.attention import FusedMLAttention, ragged_attention
+from gpu.attention import FusedMLAttention, fresh_attention, ragged_attention
 from gpu.bench_timing import Work, copy_of, in_turn, product_of
 from gpu.kernels import mla_decode
 
@@ -233,52 +233,34 @@ class Bench:
             flops=2 * rows * latent * both, nbytes=BF16 * (rows * (latent + both) + latent * both) + moved,
         )  # fmt: skip
 
-        def dense(t: Tensor) -> Tensor:
-            return t.view(load.requests, load.queries, heads, -1).transpose(1, 2)
-
-        def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Work:
-            op = torch.ops.aten._scaled_dot_product_cudnn_attention
-            return lambda: op(dense(q), dense(k), dense(v), None, False, 0.0, True, False, scale=attention.scale)
-
         def flash(q: Tensor, k: Tensor, v: Tensor) -> Work:
             op = torch.ops.aten._scaled_dot_product_flash_attention
-            return lambda: op(dense(q), dense(k), dense(v), 0.0, True, False, scale=attention.scale)
+            q, k, v = (t.view(load.requests, load.queries, heads, -1).transpose(1, 2) for t in (q, k, v))
+            return lambda: op(q, k, v, 0.0, True, False, scale=attention.scale)
 
-        def cudnn_ragged() -> Any:
-            bound = load.queries
-            return torch.ops.aten._cudnn_attention_forward(
-                queries,
-                keys,
-                values,
-                None,
-                starts,
-                starts,
-                bound,
-                bound,
-                False,
-                0.0,
-                True,
-                False,
-                scale=attention.scale,
-            )
-
+        lengths = [load.queries] * load.requests
         # 160 = (192 + 128) / 2: one head size with as many operations.
         same = [draw(rows, heads, 160) for _ in range(3)]
         pairs = load.requests * load.queries * (load.queries + 1) / 2
         yield Part(
             name="attention core (expanded)",
-            ours=partial(ragged_attention, queries, keys, values, starts, starts, load.queries, load.queries, attention.scale),
-            best={"cuDNN 192/128": cudnn(queries, keys, values), "flash, equal FLOPs": flash(*same)},
-            also={"cuDNN ragged": cudnn_ragged, "cuDNN, equal FLOPs": cudnn(*same)},
+            ours=partial(fresh_attention, queries, keys, values, lengths, attention.scale),
+            best={
+                "cuDNN, equal FLOPs": partial(fresh_attention, *same, lengths, attention.scale),
+                "flash, equal FLOPs": flash(*same),
+            },
+            also={"ours in a graph (flash)": partial(
+                ragged_attention, queries, keys, values, starts, starts, load.queries, load.queries, attention.scale
+            )},
             flops=2 * heads * pairs * (config.qk_head_dim + config.v_head_dim),
             nbytes=BF16 * rows * heads * 2 * (config.qk_head_dim + config.v_head_dim),
         )  # fmt: skip
 
     def _out(self) -> Part:
         rows, inner = self.load.tokens, self.shape.heads * self.config.v_head_dim
-        values, weight = draw(rows, inner), self.attention.w["o_proj.weight"]
+        values = draw(rows, self.shape.heads, self.config.v_head_dim)
         return Part(
-            name="out projection", ours=lambda: values.masked_fill(self.batch.padding_rows, 0.0) @ weight.t(),
+            name="out projection", ours=partial(self.attention.out, values, self.batch),
             best={"cuBLAS": product_of(rows, inner, self.shape.hidden)}, flops=2 * rows * inner * self.shape.hidden,
             nbytes=BF16 * (rows * (inner + self.shape.hidden) + inner * self.shape.hidden),
         )  # fmt: skip
@@ -298,48 +280,49 @@ class Bench:
         )  # fmt: skip
 
     def _routed(self) -> Iterator[Part]:
-        shape, moves, experts = self.shape, self.experts.moves, self.experts
+        shape, moves = self.shape, self.experts.moves
         weights, ids = self.routing
         places, ends = moves.order(ids, shape.experts)
         rows = moves.spread(self.x, places)
         pairs = rows.shape[0]
-        gate_up = experts.product(rows, experts.gate_up, ends)
-        active = moves.activate(gate_up, ends)
-        out = experts.product(active, experts.down, ends)
-        to, back = self.x.nbytes + rows.nbytes, rows.nbytes + self.x.nbytes
+        active = moves.gate_up(rows, self.gate_up, ends)
+        out = moves.down(active, self.down, ends)
+        nbytes = self.x.nbytes + rows.nbytes
         yield Part(
-            name="rows to experts", ours=lambda: moves.spread(self.x, moves.order(ids, shape.experts)[0]),
-            best={"copy": copy_of(to)}, flops=0, nbytes=to,
-        )  # fmt: skip
-        each = -(-pairs // shape.experts)
-        used = min(shape.experts, pairs)
-        best = {
-            "cuBLAS batched, even": in_turn(
-                product_of(each, shape.hidden, 2 * shape.width, batch=shape.experts),
-                product_of(each, shape.width, shape.hidden, batch=shape.experts),
-            )
-        }
-        dense = in_turn(product_of(pairs, shape.hidden, 2 * shape.width), product_of(pairs, shape.width, shape.hidden))
-        wide_enough = each >= 128  # below that, one matrix for all rows spares the reading of the others: no such layer
-        down = self.down.transpose(1, 2).contiguous().transpose(1, 2)
-        yield Part(
-            name="expert GEMM",
-            ours=lambda: (experts.product(rows, experts.gate_up, ends), experts.product(active, experts.down, ends)),
-            best=best | ({"cuBLAS dense": dense} if wide_enough else {}),
-            also={"down stored [H, I]": lambda: (
-                experts.product(rows, experts.gate_up, ends), experts.product(active, down, ends),
-            )} | ({} if wide_enough else {"cuBLAS dense": dense}),
-            flops=6 * pairs * shape.hidden * shape.width,
-            nbytes=BF16 * (3 * used * shape.hidden * shape.width + pairs * (2 * shape.hidden + 3 * shape.width)),
-        )  # fmt: skip
-        moved = gate_up.nbytes + active.nbytes
-        yield Part(
-            name="expert activation", ours=partial(moves.activate, gate_up, ends), best={"copy": copy_of(moved)},
-            flops=0, nbytes=moved,
+            name="order of rows", ours=partial(moves.order, ids, shape.experts),
+            best={"sort": partial(TorchRows().order, ids, shape.experts)}, flops=0, nbytes=12 * pairs,
         )  # fmt: skip
         yield Part(
-            name="rows back", ours=partial(moves.gather, out, places, weights), best={"copy": copy_of(back)},
-            flops=0, nbytes=back,
+            name="rows to experts", ours=partial(moves.spread, self.x, places), best={"copy": copy_of(nbytes)},
+            flops=0, nbytes=nbytes,
+        )  # fmt: skip
+        yield self._products(rows, active, ends)
+        yield Part(
+            name="rows back", ours=partial(moves.gather, out, places, weights), best={"copy": copy_of(nbytes)},
+            flops=0, nbytes=nbytes,
+        )  # fmt: skip
+
+    def _products(self, rows: Tensor, active: Tensor, ends: Tensor) -> Part:
+        shape, moves, pairs = self.shape, self.experts.moves, rows.shape[0]
+        each, moved = -(-pairs // shape.experts), 3 * active.nbytes
+
+        def three(rows: int, batch: int | None) -> Work:
+            """Both products by cuBLAS, and what the activation would move between them."""
+            first = product_of(rows, shape.hidden, 2 * shape.width, batch=batch)
+            return in_turn(first, copy_of(moved), product_of(rows, shape.width, shape.hidden, batch=batch))
+
+        def grouped() -> Tensor:
+            both = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+            return torch._grouped_mm(moves.activate(both, ends), self.down, offs=ends)
+
+        batched, dense = {"cuBLAS batched, even": three(each, shape.experts)}, {"cuBLAS dense": three(pairs, None)}
+        # One matrix for all rows spares the reading of the other experts', which counts while rows are few.
+        dense_is_fair = each >= 128
+        return Part(
+            name="expert products", ours=lambda: moves.down(moves.gate_up(rows, self.gate_up, ends), self.down, ends),
+            best={**batched, "torch grouped": grouped, **(dense if dense_is_fair else {})},
+            also={} if dense_is_fair else dense, flops=6 * pairs * shape.hidden * shape.width,
+            nbytes=BF16 * shape.hidden * (3 * min(shape.experts, pairs) * shape.width + 2 * pairs) + 2 * active.nbytes,
         )  # fmt: skip
 
     def _shared(self) -> Part:

@@ -77,12 +77,11 @@ class Stopwatch:
     def limits(self) -> Limits:
         """What this device does now, on random numbers."""
         a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        source = torch.randn(1 << 29, dtype=torch.bfloat16, device="cuda")
-        target = torch.empty_like(source)
-        found, _ = self.medians({"product": lambda: a @ b, "copy": lambda: target.copy_(source)})
-        return Limits(
-            flops_per_s=2 * 8192**3 / (found["product"] / 1e3), bytes_per_s=2 * source.nbytes / (found["copy"] / 1e3)
-        )
+        sizes = (1 << 28, 1 << 29, 1 << 30)
+        works: dict[str, Work] = {str(nbytes): copy_of(nbytes) for nbytes in sizes}
+        found, _ = self.medians({"product": lambda: a @ b, **works})
+        rate = max(nbytes / found[str(nbytes)] for nbytes in sizes)
+        return Limits(flops_per_s=2 * 8192**3 / found["product"] * 1e3, bytes_per_s=rate * 1e3)
 
 
 def copy_of(nbytes: float) -> Work:

@@ -34,7 +34,10 @@ def available(gate_up_LGH: Tensor) -> bool:
 
 
 class RowMoves(Protocol):
-    """What happens to rows around the products. Plain torch here; kernels for devices in `gpu.kernels.expert_rows`."""
+    """Rows to their experts, the products, and back. Plain torch here; kernels for devices in `gpu.kernels.expert_rows`.
+
+    A group is the rows of one expert, up to its end. Rows behind the last end are undefined, in and out.
+    """
 
     def order(self, topk_ids: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
         """Sort `[N, K]` int64 ids, -1: nobody's.
@@ -46,8 +49,11 @@ class RowMoves(Protocol):
     def spread(self, x: Tensor, places: Tensor) -> Tensor:
         """Rows `[N, H]` to their places `[P, H]`; other rows are undefined."""
 
-    def activate(self, gate_up: Tensor, ends: Tensor) -> Tensor:
-        """`[P, 2I]` to `silu(gate) * up` `[P, I]`; rows from `ends[-1]` on are undefined."""
+    def gate_up(self, rows: Tensor, weights_LGH: Tensor, ends: Tensor) -> Tensor:
+        """`silu(rows @ gate) * (rows @ up)` of each group: `[P, H]` to `[P, I]`."""
+
+    def down(self, active: Tensor, weights_LIH: Tensor, ends: Tensor) -> Tensor:
+        """`active @ weights` of each group: `[P, I]` to `[P, H]`."""
 
     def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
         """`[P, H]` back to `[N, H]`: the sum over K weighted by `[N, K]` fp32, in fp32; 0 without a place."""
@@ -71,8 +77,11 @@ class TorchRows:
         at_P = places.masked_fill(places < 0, num_rows * top_k).reshape(-1).long()
         return rows.index_copy_(0, at_P, x.repeat_interleave(top_k, dim=0))[:-1]
 
-    def activate(self, gate_up: Tensor, ends: Tensor) -> Tensor:
-        return gated(gate_up)
+    def gate_up(self, rows: Tensor, weights_LGH: Tensor, ends: Tensor) -> Tensor:
+        return gated(torch._grouped_mm(rows, weights_LGH.transpose(1, 2), offs=ends))
+
+    def down(self, active: Tensor, weights_LIH: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(active, weights_LIH, offs=ends)
 
     def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
         num_rows, top_k = places.shape
@@ -93,7 +102,7 @@ class GroupedFlatExperts:
     layout = "flat"
 
     def __init__(self, gate_up_LGH: Tensor, down_LIH: Tensor, moves: RowMoves | None = None) -> None:
-        self.gate_up, self.down = gate_up_LGH.transpose(1, 2), down_LIH
+        self.gate_up, self.down = gate_up_LGH, down_LIH
         self.moves = moves or row_moves(gate_up_LGH.device)
 
     def apply(self, inputs: ExpertInputs) -> Tensor:
@@ -102,13 +111,8 @@ class GroupedFlatExperts:
         moves = self.moves
         places, ends = moves.order(inputs.topk_ids, self.down.shape[0])
         rows = moves.spread(inputs.x, places)
-        active = moves.activate(self.product(rows, self.gate_up, ends), ends)
-        return moves.gather(self.product(active, self.down, ends), places, inputs.topk_weights)
-
-    @staticmethod
-    def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Each group of `rows` `[P, k]` by its matrix of `weights` `[L, k, n]`: `[P, n]`, undefined behind the last end."""
-        return torch._grouped_mm(rows, weights, offs=ends)
+        active = moves.gate_up(rows, self.gate_up, ends)
+        return moves.gather(moves.down(active, self.down, ends), places, inputs.topk_weights)
 
 
 def row_moves(device: torch.device) -> RowMoves:

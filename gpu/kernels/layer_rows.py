@@ -41,16 +41,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _turn(pointer, cos, sin, mask):
-    """Rotate neighbouring pairs: even elements at `pointer`, odd ones behind them."""
-    even = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    odd = tl.load(pointer + 1, mask=mask, other=0.0).to(tl.float32)
-    return even * cos - odd * sin, even * sin + odd * cos
+def _turned(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotate neighbouring pairs of `x` `[ROWS, 2 * PAIRS]`; `cos` and `sin` `[PAIRS]`."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [ROWS, PAIRS, 2]))
+    c = cos[None, :]
+    s = sin[None, :]
+    return tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, 2 * PAIRS])
 
 
 @triton.jit
 def _finish(
-    mixed, queries, latents, weight, cos, sin, stride_mixed, eps,
+    mixed, queries, latents, weight, cos, sin, stride_mixed, stride_queries, eps,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr,
     LATENT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,25 +61,26 @@ def _finish(
     dtype = latents.dtype.element_ty
     column = tl.arange(0, LATENT_BLOCK)
     inside = column < LATENT
-    wide = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / LATENT + eps)
-    normed = (wide * scale).to(dtype).to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + column, normed.to(dtype), mask=inside)
-
     pair = tl.arange(0, PAIR_BLOCK)
-    real = pair < PAIRS
-    c = tl.load(cos + row * PAIRS + pair, mask=real, other=0.0)
-    s = tl.load(sin + row * PAIRS + pair, mask=real, other=0.0)
-    even, odd = _turn(source + LATENT + 2 * pair, c, s, real)
-    tl.store(target + LATENT + 2 * pair, even.to(dtype), mask=real)
-    tl.store(target + LATENT + 2 * pair + 1, odd.to(dtype), mask=real)
-
+    turn = tl.arange(0, 2 * PAIR_BLOCK)
+    real = (turn < 2 * PAIRS)[None, :]
     head = tl.arange(0, HEAD_BLOCK)
-    both = (head < HEADS)[:, None] & real[None, :]
-    at = queries + row * (HEADS * (NOPE + 2 * PAIRS)) + head[:, None] * (NOPE + 2 * PAIRS) + NOPE + 2 * pair[None, :]
-    even, odd = _turn(at, c[None, :], s[None, :], both)
-    tl.store(at, even.to(dtype), mask=both)
-    tl.store(at + 1, odd.to(dtype), mask=both)
+    both = (head < HEADS)[:, None] & real
+    at = queries + row * stride_queries + head[:, None] * (NOPE + 2 * PAIRS) + NOPE + turn[None, :]
+    # All loads first: they are under way together.
+    latent = tl.load(source + column, mask=inside, other=0.0)
+    scaling = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(source + LATENT + turn[None, :], mask=real, other=0.0)
+    query = tl.load(at, mask=both, other=0.0)
+    c = tl.load(cos + row * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+    s = tl.load(sin + row * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+
+    wide = latent.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / LATENT + eps)
+    normed = (wide * scale).to(dtype).to(tl.float32) * scaling
+    tl.store(target + column, normed.to(dtype), mask=inside)
+    tl.store(target + LATENT + turn[None, :], _turned(key, c, s, 1, PAIR_BLOCK).to(dtype), mask=real)
+    tl.store(at, _turned(query, c, s, HEAD_BLOCK, PAIR_BLOCK).to(dtype), mask=both)
 
 
 def finish_projection(
@@ -87,7 +89,8 @@ def finish_projection(
     """Norm the latents, rotate the shared key part, and rotate the queries' last part **in place**.
 
     Args:
-        mixed: `[T, latent + rope]`, any stride between rows. queries: `[T, heads, nope + rope]`, contiguous.
+        mixed: `[T, latent + rope]`, any stride between rows.
+        queries: `[T, heads, nope + rope]`, any stride between rows, heads side by side.
         norm_weight: `[latent]`. cos, sin: `[T, 1, rope / 2]` fp32.
 
     Returns:
@@ -99,11 +102,63 @@ def finish_projection(
     if num_rows:
         power = triton.next_power_of_2
         _finish[(num_rows,)](
-            mixed, queries, latents, norm_weight, cos.contiguous(), sin.contiguous(), mixed.stride(0), eps,
-            LATENT=latent, PAIRS=pairs, HEADS=heads, NOPE=width - 2 * pairs,
+            mixed, queries, latents, norm_weight, cos.contiguous(), sin.contiguous(), mixed.stride(0), queries.stride(0),
+            eps, LATENT=latent, PAIRS=pairs, HEADS=heads, NOPE=width - 2 * pairs,
             LATENT_BLOCK=power(latent), PAIR_BLOCK=power(pairs), HEAD_BLOCK=power(heads), num_warps=4,
         )  # fmt: skip
     return latents
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _keys(
+    both, latents, keys, num_rows, stride_latents,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    ROWS: tl.constexpr, NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = flat // HEADS
+    live = (row < num_rows)[:, None]
+    column = tl.arange(0, NOPE_BLOCK)[None, :]
+    turn = tl.arange(0, ROPE_BLOCK)[None, :]
+    nope = tl.load(both + flat[:, None] * (NOPE + VALUE) + column, mask=live & (column < NOPE))
+    rope = tl.load(latents + row[:, None] * stride_latents + LATENT + turn, mask=live & (turn < ROPE))
+    target = keys + flat[:, None] * (NOPE + ROPE)
+    tl.store(target + column, nope, mask=live & (column < NOPE))
+    tl.store(target + NOPE + turn, rope, mask=live & (turn < ROPE))
+
+
+def expanded_keys(both: Tensor, latents: Tensor, *, heads: int, nope: int, latent: int) -> Tensor:
+    """Keys `[S, heads, nope + rope]` of expanded latents `[S, heads * (nope + value)]` and cache rows `[S, latent + rope]`."""
+    num_rows, rope = len(both), latents.shape[1] - latent
+    keys = torch.empty((num_rows, heads, nope + rope), dtype=both.dtype, device=both.device)
+    if num_rows:
+        rows = 32
+        _keys[(triton.cdiv(num_rows * heads, rows),)](
+            both, latents, keys, num_rows, latents.stride(0), HEADS=heads, NOPE=nope, ROPE=rope,
+            VALUE=both.shape[1] // heads - nope, LATENT=latent, ROWS=rows,
+            NOPE_BLOCK=triton.next_power_of_2(nope), ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4,
+        )  # fmt: skip
+    return keys
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _clear(x, padding, num_rows, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pad = tl.load(padding + row, mask=row < num_rows, other=0) != 0
+    zero = tl.zeros([ROWS, BLOCK], x.dtype.element_ty)
+    for start in range(0, H, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(x + row.to(tl.int64)[:, None] * H + column[None, :], zero, mask=pad[:, None] & (column < H)[None, :])
+
+
+def clear_padding_(x: Tensor, padding_rows: Tensor) -> Tensor:
+    """0 **in place** in the rows of `x` `[T, H]` that `padding_rows` `[T, 1]` names; the others are not touched."""
+    if len(x):
+        rows = 64
+        _clear[(triton.cdiv(len(x), rows),)](
+            x, padding_rows.contiguous().view(torch.uint8), len(x), H=x.shape[1], ROWS=rows, BLOCK=128, num_warps=4
+        )
+    return x
 
 
 @triton.jit(do_not_specialize=["num_rows"])

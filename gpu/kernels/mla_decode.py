@@ -21,8 +21,9 @@ _HEADS = 16
 
 @triton.jit
 def _attend(
-    latent_queries, queries, cache, table, row_requests, positions, padding, parts, lses,
+    latent_queries, queries, cache, table, row_requests, positions, padding, parts, lses, out,
     queries_per_request, scale_log2, stride_latent_head, stride_latent_row, stride_query_row, stride_table,
+    stride_out_head, stride_out_row,
     HEADS: tl.constexpr, LATENT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,11 +72,15 @@ def _attend(
         mixed = mixed * kept[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision="ieee")
         peak = above
     part = ((row * SPLITS + split) * HEADS + head).to(tl.int64)
-    tl.store(lses + part, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=real)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    # Nothing to say: the merge reads the log-sum-exp first.
-    wanted = real[:, None] & lane_real[None, :] & (first < last)
-    tl.store(parts + part[:, None] * LATENT + lane[None, :], mixed, mask=wanted)
+    wanted = real[:, None] & lane_real[None, :]
+    if SPLITS == 1:
+        at = out + head[:, None] * stride_out_head + row * stride_out_row + lane[None, :]
+        tl.store(at, mixed.to(out.dtype.element_ty), mask=wanted)
+    else:
+        tl.store(lses + part, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=real)
+        # Nothing to say: the merge reads the log-sum-exp first.
+        tl.store(parts + part[:, None] * LATENT + lane[None, :], mixed, mask=wanted & (first < last))
 
 
 @triton.jit
@@ -105,10 +110,10 @@ def _merge(
 class Tuning:
     """Keys that a program reads at a time, its warps and its pipeline's stages; programs wanted on the device at once."""
 
-    block_keys: int = 32
+    block_keys: int = 64
     num_warps: int = 4
-    num_stages: int = 2
-    programs: int = 528
+    num_stages: int = 3
+    programs: int = 264
 
 
 DEFAULT = Tuning()
@@ -154,17 +159,23 @@ def mla_decode(
         return out
     head_blocks = triton.cdiv(heads, _HEADS)
     splits = splits_for(num_rows, head_blocks, max_keys, tuning)
-    parts = torch.empty((num_rows, splits, heads, latent), dtype=torch.float32, device=queries.device)
+    # Without a merge nothing is written to them.
+    parts = torch.empty(
+        (num_rows, splits, heads, latent if splits > 1 else 0), dtype=torch.float32, device=queries.device
+    )
     lses = torch.empty((num_rows, splits, heads), dtype=torch.float32, device=queries.device)
     power = triton.next_power_of_2
     _attend[(num_rows, splits, head_blocks)](
         latent_queries, queries, cache_rows, block_table, row_requests, positions,
-        padding_rows.contiguous().view(torch.uint8), parts, lses, queries_per_request, scale * 1.4426950408889634,
+        padding_rows.contiguous().view(torch.uint8), parts, lses, out, queries_per_request, scale * 1.4426950408889634,
         latent_queries.stride(0), latent_queries.stride(1), queries.stride(0), block_table.stride(0),
+        out.stride(0), out.stride(1),
         HEADS=heads, LATENT=latent, NOPE=width - rope, ROPE=rope, PAGE=page_size, SPLITS=splits,
         LATENT_BLOCK=power(latent), ROPE_BLOCK=max(16, power(rope)), BLOCK_H=_HEADS, BLOCK_N=tuning.block_keys,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
+    if splits == 1:
+        return out
     _merge[(num_rows, heads)](
         parts, lses, out, out.stride(0), out.stride(1),
         HEADS=heads, LATENT=latent, SPLITS=splits, LATENT_BLOCK=power(latent), num_warps=4,

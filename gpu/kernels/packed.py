@@ -51,22 +51,17 @@ def _pack(
     head = flat % H
     live = row < num_rows
     source = row * stride_out_row + head * stride_out_head
-    # Rows of D + L elements begin anywhere, whatever Triton concludes from runs of `head % N`: it took multiples of 4 for
-    # granted that are none, and stored four words at once where only one is aligned (tests/gpu/ptx_alignment.py).
+    # Rows of D + L elements begin anywhere, whatever Triton concludes from runs of `head % N`: it took multiples of 4
+    # for granted that are none, and stored four words at once where only one is aligned (tests/gpu/ptx_alignment.py).
     target = tl.multiple_of((((head // N) * num_rows + row) * N + head % N) * (D + L), 1)
-    dim = tl.arange(0, BLOCK_D)
-    inside = live[:, None] & (dim < D)[None, :]
-    # Under way while the chain of loads behind the mask runs.
-    bits = tl.load(out + source[:, None] + dim[None, :] * stride_out_dim, mask=inside)
-    lanes = masked_lse_bits(
-        lse, row, head, live, stride_lse_row, stride_lse_head, seq_lens, query_start_loc, num_requests, HAS_MASK
-    )
-    tl.store(send + target[:, None] + dim[None, :], bits, mask=inside)
-    for start in range(BLOCK_D, D, BLOCK_D):
+    for start in range(0, D, BLOCK_D):
         dim = start + tl.arange(0, BLOCK_D)
         inside = live[:, None] & (dim < D)[None, :]
         bits = tl.load(out + source[:, None] + dim[None, :] * stride_out_dim, mask=inside)
         tl.store(send + target[:, None] + dim[None, :], bits, mask=inside)
+    lanes = masked_lse_bits(
+        lse, row, head, live, stride_lse_row, stride_lse_head, seq_lens, query_start_loc, num_requests, HAS_MASK
+    )
     if L == 1:
         tl.store(send + target + D, lanes, mask=live)
     else:
@@ -102,47 +97,25 @@ def _unpack_merge(
     flat = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = flat < num_flat
     peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    for source in tl.static_range(WORLD):
+        peak = tl.maximum(peak, _packed_lse(recv, source * num_flat + flat, live, D, L))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.zeros([BLOCK_R], tl.float32)
-    if BLOCK_D >= D:
-        # One pass: every load is issued before the first exponential. What came before is scaled down when a larger LSE
-        # comes; what that scales to nothing is selected away, like a part of weight 0.
-        dim = tl.arange(0, BLOCK_D)
+    for source in tl.static_range(WORLD):
+        total += power(_packed_lse(recv, source * num_flat + flat, live, D, L) - shift, BASE_E)
+    tl.store(merged_lse + flat, tl.where(total > 0, shift + logarithm(total, BASE_E), float("-inf")), mask=live)
+    for start in range(0, D, BLOCK_D):
+        dim = start + tl.arange(0, BLOCK_D)
         inside = live[:, None] & (dim < D)[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for source in tl.static_range(WORLD):
             row = source * num_flat + flat
+            weight = power(_packed_lse(recv, row, live, D, L) - shift, BASE_E)[:, None]
             bits = tl.load(recv + row[:, None] * (D + L) + dim[None, :], mask=inside, other=0)
-            lse = _packed_lse(recv, row, live, D, L)
-            higher = tl.maximum(peak, lse)
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            scale, weight = power(peak - shift, BASE_E), power(lse - shift, BASE_E)
             part = bits.to(merged.dtype.element_ty, bitcast=True).to(tl.float32)
-            acc = tl.where((scale > 0)[:, None], acc * scale[:, None], 0.0)
-            acc += tl.where((weight > 0)[:, None], part * weight[:, None], 0.0)
-            total = total * scale + weight
-            peak = higher
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
+            acc += tl.where(weight > 0, part * weight, 0.0)
         acc = tl.where(total[:, None] > 0, acc / total[:, None], 0.0)
         tl.store(merged + flat[:, None] * D + dim[None, :], acc.to(merged.dtype.element_ty), mask=inside)
-    else:
-        for source in tl.static_range(WORLD):
-            peak = tl.maximum(peak, _packed_lse(recv, source * num_flat + flat, live, D, L))
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        for source in tl.static_range(WORLD):
-            total += power(_packed_lse(recv, source * num_flat + flat, live, D, L) - shift, BASE_E)
-        for start in range(0, D, BLOCK_D):
-            dim = start + tl.arange(0, BLOCK_D)
-            inside = live[:, None] & (dim < D)[None, :]
-            acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-            for source in tl.static_range(WORLD):
-                row = source * num_flat + flat
-                weight = power(_packed_lse(recv, row, live, D, L) - shift, BASE_E)[:, None]
-                bits = tl.load(recv + row[:, None] * (D + L) + dim[None, :], mask=inside, other=0)
-                part = bits.to(merged.dtype.element_ty, bitcast=True).to(tl.float32)
-                acc += tl.where(weight > 0, part * weight, 0.0)
-            acc = tl.where(total[:, None] > 0, acc / total[:, None], 0.0)
-            tl.store(merged + flat[:, None] * D + dim[None, :], acc.to(merged.dtype.element_ty), mask=inside)
-    tl.store(merged_lse + flat, tl.where(total > 0, shift + logarithm(total, BASE_E), float("-inf")), mask=live)
 
 
 def _in_words(out_BHD: torch.Tensor) -> bool:

@@ -21,11 +21,11 @@ def row_is_empty(row, live, seq_lens, query_start_loc, num_requests):
     """Whether batch row `row` (a block of integers) has no local key: padding, or a request of local length 0."""
     end = tl.load(query_start_loc + num_requests)
     inside = live & (row < end)
-    # Decode batches have one row a request, so row b is usually request b: three loads at once instead of a search.
+    # Decode batches have one row a request, so row b is usually request b: two loads instead of a search.
     near = row < num_requests
     start = tl.load(query_start_loc + row, mask=live & near, other=-1)
     stop = tl.load(query_start_loc + row + 1, mask=live & near, other=-1)
-    length = tl.load(seq_lens + row, mask=live & near, other=0)
+    owner = row
     guessed = (start <= row) & (row < stop)
     if tl.min((guessed | (inside == 0)).to(tl.int32), axis=0) == 0:
         low = tl.zeros_like(row)
@@ -37,8 +37,9 @@ def row_is_empty(row, live, seq_lens, query_start_loc, num_requests):
             low = tl.where(below, middle, low)
             high = tl.where(below, high, middle)
             span = (span + 1) // 2
-        length = tl.load(seq_lens + low, mask=inside, other=0)
-    return (length <= 0) | (inside == 0)
+        owner = low
+    length = tl.load(seq_lens + owner, mask=inside, other=0)
+    return length <= 0
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -185,10 +186,25 @@ def dispatches_that_are_followed(run: CleanRun) -> Iterator[Site]:
             others = [x for (q, s, v), xs in run.lines.items() if (q, s) == (rank, step) and v != ubatch for x in xs]
             fills = [x.id for x in others if x.kind == "exchange"]
             sends = {x.layer: x.id for x in line if x.kind == "exchange" and x.name == "dispatch"}
-            wanted = {x.layer: x.id for x in reversed(line) if x.on_device and x.point == "MLP"}
+            wanted = {x.layer: x.id for x in reversed(line) if x.point in ("D.recv", "MLP")}
             if any(sends[layer] < fill < wanted[layer] for layer in sends for fill in fills):
                 yield Site(rank=rank, ubatch=ubatch)
                 break
+
+
+def exchanges_that_overlap(run: CleanRun) -> Iterator[Site]:
+    """Once, if on some rank a ubatch sends while another one's exchange of the same kind is under way."""
+    spans: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for (rank, step, ubatch), line in run.lines.items():
+        ids: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for record in line:
+            if record.on_device and record.point.endswith((".send", ".recv")):
+                ids[record.point[0], record.layer].append(record.id)
+        for (kind, _), found in ids.items():
+            spans[rank, step, kind].append((found[0], found[-1], ubatch))
+    pairs = ((a, b) for found in spans.values() for a in found for b in found)
+    if any(a[0] < b[0] < a[1] and a[2] != b[2] for a, b in pairs):
+        yield Site()
 
 
 def numeric_split_ranks(run: CleanRun) -> Iterator[Site]:
@@ -221,7 +237,8 @@ FAULTS = (
     ),
     Fault(
         name="one-region", sentence="all ubatches receive in one region", id="buffer-reuse", plant=one_region,
-        needs=_SPLIT, sites=every_split_rank, backends=("symm_copy",), everywhere=True, keys=(),
+        needs="a ubatch that sends while another one's exchange of the same kind is under way",
+        sites=exchanges_that_overlap, backends=("symm_copy",), everywhere=True, keys=(),
     ),
     Fault(
         name="late-epilogue", sentence="rows stay in the receive buffer over the peer's exchange", id="buffer-reuse",

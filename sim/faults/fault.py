@@ -47,8 +47,8 @@ class Fault:
         numeric: it breaks something that only runs with numbers have.
         also: ids of detectors that may name it instead: the same missing order, seen from another side.
         needs: what a run must offer for the fault to come into effect at all, in words.
-        sites: the same as a function: where a run, given by its clean twin, offers it. A fault planted anywhere else
-            changes nothing; planted at one of these sites it must be found.
+        sites: the same as a function: where a run, given by its clean twin, offers it. Planted at one of these
+            sites it must be found; planted elsewhere it may change nothing.
     """
 
     name: str

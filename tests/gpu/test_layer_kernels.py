@@ -25,9 +25,11 @@ from dbo.moe.experts import FlatExperts  # noqa: E402
 from dbo.moe.grouped_experts import GroupedFlatExperts, TorchRows  # noqa: E402
 from dbo.moe.interface import ExpertInputs  # noqa: E402
 from gpu import attention  # noqa: E402
-from gpu.kernels import layer_rows, mla_decode  # noqa: E402
+from gpu.kernels import grouped_gemm, layer_rows, mla_decode  # noqa: E402
 from gpu.kernels.expert_rows import TRITON_ROWS  # noqa: E402
 
+# The interpreter keeps bf16 as integers and multiplies those.
+MATRIX = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 INTERPRETED = not isinstance(triton.language.max, triton.runtime.JITFunction)
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED,
@@ -107,15 +109,56 @@ def test_activation_stops_at_the_last_end(width: int) -> None:
 
 def test_experts_with_moved_rows_are_the_wide_product() -> None:
     ids, experts = ROUTINGS["mixed"]
-    gate_up = draw(experts, 64, 48, seed=1, dtype=torch.bfloat16) / 8
-    down = draw(experts, 32, 48, seed=2, dtype=torch.bfloat16) / 6
+    gate_up = draw(experts, 64, 48, seed=1, dtype=MATRIX) / 8
+    down = draw(experts, 32, 48, seed=2, dtype=MATRIX) / 6
     given = ExpertInputs(
-        layout="flat", x=draw(len(ids), 48, seed=4, dtype=torch.bfloat16), topk_ids=ids,
+        layout="flat", x=draw(len(ids), 48, seed=4, dtype=MATRIX), topk_ids=ids,
         topk_weights=torch.rand(ids.shape, device=DEVICE),
     )  # fmt: skip
     wanted = FlatExperts(gate_up, down).apply(given).float()
     found = GroupedFlatExperts(gate_up, down, TRITON_ROWS).apply(given).float()
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+TILES = {
+    "low": grouped_gemm.Tile(rows=16, columns=32, depth=32, num_warps=4, num_stages=2),
+    "high": grouped_gemm.Tile(rows=64, columns=64, depth=64, num_warps=4, num_stages=2),
+}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_products_of_groups(name: str, tile: str) -> None:
+    """Also where neither width nor depth is a multiple of the tile, and rows that are nobody's hold NaN."""
+    ids, experts = ROUTINGS[name]
+    hidden, width = 72, 40
+    weights = draw(experts, 2 * width, hidden, seed=1, dtype=MATRIX) / 8
+    down = draw(experts, width, hidden, seed=2, dtype=MATRIX) / 6
+    rows = draw(ids.numel(), hidden, seed=3, dtype=MATRIX)
+    _, ends = TRITON_ROWS.order(ids, experts)
+    valid = int(ends[-1])
+    rows[valid:] = torch.nan
+    plain = TorchRows()
+    wanted = plain.gate_up(rows, weights, ends)
+    active = grouped_gemm.gate_up(rows, weights, ends, TILES[tile])
+    assert torch.allclose(active[:valid].float(), wanted[:valid].float(), rtol=4e-2, atol=2e-2)
+    wanted = plain.down(active, down, ends)
+    found = grouped_gemm.down(active, down, ends, TILES[tile])
+    assert torch.allclose(found[:valid].float(), wanted[:valid].float(), rtol=2e-2, atol=2e-2)
+
+
+def test_tiles_are_as_high_as_rows_are_many() -> None:
+    assert [grouped_gemm.tile_rows(64 * each, 64) for each in (0, 6, 12, 13, 48, 96, 97, 768)] == [16] * 3 + [
+        64
+    ] * 3 + [128] * 2
+
+
+def test_padding_rows_become_zero_and_no_others() -> None:
+    x, padding = draw(70, 200), torch.zeros(70, 1, dtype=torch.bool, device=DEVICE)
+    padding[[3, 68, 69]] = True
+    x[69] = torch.nan
+    wanted = x.masked_fill(padding, 0.0)
+    assert torch.equal(layer_rows.clear_padding_(x, padding), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,10 +235,19 @@ def by_loop(queries, keys, values, query_starts, key_starts, max_queries, max_ke
     return out
 
 
+def causal_by_products(queries, keys, values, scale):
+    """`attention.causal`."""
+    q, k, v = (t.transpose(1, 2) for t in (queries, keys, values))
+    scores = (q @ k.transpose(-1, -2) * scale).float()
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
 BATCHES = {
     "decodes": ([9, 0, 17], [1, 1, 1]),
     "short queries": ([9, 3, 0], [1, 4, 2]),
     "nothing cached": ([0, 0], [19, 5]),
+    "as long as each other": ([0, 0], [17, 17]),
     "chunks": ([6, 0, 11], [18, 17, 1]),
 }
 
@@ -230,6 +282,8 @@ def attend_both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", BATCHES)
 def test_attention_is_the_absorbed_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ragged_attention", by_loop)
+    monkeypatch.setattr(attention, "causal", causal_by_products)
+    monkeypatch.setattr(attention, "LENGTH_STEP", 4)
     found, wanted = attend_both(name)
     assert torch.allclose(found, wanted, atol=1e-4), (found - wanted).abs().max()
 
@@ -258,7 +312,7 @@ def test_a_key_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "splits"), [(64, 2048, 8), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)]
+    ("rows", "keys", "splits"), [(64, 2048, 4), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)]
 )
 def test_splits_fill_the_device_and_no_more(rows: int, keys: int, splits: int) -> None:
     assert mla_decode.splits_for(rows, 1, keys, mla_decode.DEFAULT) == splits
@@ -286,6 +340,19 @@ def test_torchs_flash_attention_is_the_loop(queries: list[int], cached: int) -> 
     given = (starts, key_starts, max(queries), max(lens), 0.07, used)
     found = attention.ragged_attention(q, k, v, *given).float()
     wanted = by_loop(q.float(), k.float(), v.float(), *given)
+    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.gpu(min_devices=1)
+@pytest.mark.parametrize("lengths", [[33, 1, 300], [64, 64, 64]])
+def test_torchs_cudnn_attention_is_the_products(lengths: list[int]) -> None:
+    rows = sum(lengths) + 3
+    q, k = draw(rows, 4, 192, dtype=torch.bfloat16), draw(rows, 4, 192, seed=1, dtype=torch.bfloat16)
+    v = draw(rows, 4, 256, seed=2, dtype=torch.bfloat16)[..., 128:]
+    q[-3:], k[-3:], v[-3:] = torch.nan, torch.nan, torch.nan
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+    found = attention.fresh_attention(q, k, v, lengths, 0.07).float()[:-3]
+    wanted = by_loop(q.float(), k.float(), v.float(), starts, starts, 0, 0, 0.07)[:-3]
     assert (found - wanted).norm() <= 1e-2 * wanted.norm()
 
 

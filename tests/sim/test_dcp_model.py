@@ -1,4 +1,4 @@
-"""The model on a DCP group, with numbers: the tokens of one rank that has all keys, with DBO, without, and in graphs."""
+"""The model on a DCP group, with numbers: tokens of one rank that has all keys, with DBO, without, and in graphs."""
 
 from __future__ import annotations
 
