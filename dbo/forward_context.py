@@ -87,7 +87,9 @@ def get_forward_context() -> ForwardContext:
     """
     context = _current.get()
     if context is None:
-        raise RuntimeError("a forward context exists only during a forward pass: install one with override_forward_context")
+        raise RuntimeError(
+            "a forward context exists only during a forward pass: install one with override_forward_context"
+        )
     return context
 
 

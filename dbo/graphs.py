@@ -1,8 +1,8 @@
 """Captured steps of one rank: keys, capture in a declared phase, replay without threads.
 
-    key       everything that changes the captured program; put and get use the same function
-    capture   one warm-up run, then the same call inside a graph; what it read stays in place as the step's inputs
-    replay    copy this step's inputs over the captured ones, launch the graph, hand out the captured output
+key       everything that changes the captured program; put and get use the same function
+capture   one warm-up run, then the same call inside a graph; what it read stays in place as the step's inputs
+replay    copy this step's inputs over the captured ones, launch the graph, hand out the captured output
 """
 
 from __future__ import annotations

@@ -195,9 +195,7 @@ def _shape(config: ModelConfig) -> ModelShape:
     )  # fmt: skip
 
 
-def _prompts(
-    request: CheckRequest, config: DBOConfig, folder: Path, model_config: ModelConfig
-) -> list[list[int]]:
+def _prompts(request: CheckRequest, config: DBOConfig, folder: Path, model_config: ModelConfig) -> list[list[int]]:
     from dbo.model.tokenizer import load_tokenizer
 
     limit = config.max_model_len - request.steps - 1
@@ -305,7 +303,7 @@ def _reference(
     )  # fmt: skip
     expected = _by_request([RankMain(twin)(LocalWorld())])
     size = job.config.decode_context_parallel_size
-    groups = [outcomes[peer :: size] for peer in range(size)]
+    groups = [outcomes[peer::size] for peer in range(size)]
     said = compare(expected, _by_request(groups[0]), dtype=job.config.dtype)
     for others in groups[1:]:  # the peers of a DCP group compute the same tokens, each by itself
         peer = compare(expected, _by_request(others), dtype=job.config.dtype)

@@ -161,7 +161,12 @@ def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner
         else _torch_model(world, config, model_config, job.weights_of(world.rank, world.size), backend, program, group)
     )
     wrapper = UBatchWrapper(
-        model, world=world, schedule=job.schedule, backend=config.all2all_backend, moe_layers=moe_layers, program=program
+        model,
+        world=world,
+        schedule=job.schedule,
+        backend=config.all2all_backend,
+        moe_layers=moe_layers,
+        program=program,
     )
     if group is not None:
         wrapper.graphs.staging = group.staging

@@ -219,7 +219,10 @@ class GPUModelRunner:
     def _baked(self, plan: BatchPlan, query_len: int) -> BatchPlan:
         """Host counts that every replay of a graph shares; the real ones are in the device tensors."""
         return replace(
-            plan, num_actual_tokens=plan.num_tokens_padded, max_query_len=query_len, max_seq_len=self.config.max_model_len
+            plan,
+            num_actual_tokens=plan.num_tokens_padded,
+            max_query_len=query_len,
+            max_seq_len=self.config.max_model_len,
         )
 
     @property

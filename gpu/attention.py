@@ -66,14 +66,12 @@ class FusedMLAttention(MLAttention):
         else:
             lengths = fresh_lengths(metadata) if context.graph_key is None else None
             values = self.expanded(projected, kv_cache, batch, metadata, lengths)
-        return self.out(values, batch)
-
-    def out(self, values: Tensor, batch: PagedBatch) -> Tensor:
-        """Project `[T, heads, value]` to `[T, H]`; padding rows give 0, whatever they hold, NaN too."""
-        return clear_padding_(values.flatten(1), batch.padding_rows) @ self.w["o_proj.weight"].t()
+            # Selected, not multiplied: what a padding row computed may be NaN.
+            values = clear_padding_(values.flatten(1), batch.padding_rows).view_as(values)
+        return values.flatten(1) @ self.w["o_proj.weight"].t()
 
     def absorbed(self, queries: Tensor, kv_cache: Tensor, batch: PagedBatch, metadata: Any) -> Tensor:
-        """Attention in the latent space, pages read where they lie: `[T, heads, value]`."""
+        """Attention in the latent space, pages read where they lie: `[T, heads, value]`; 0 in padding rows."""
         q_nope = queries[..., : self.config.qk_nope_head_dim].transpose(0, 1)
         mixed = mla_decode(
             torch.bmm(q_nope, self.key_up), queries, kv_cache.view(-1, kv_cache.shape[-1]),
@@ -129,16 +127,16 @@ def fresh_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list
     """
     total, longest = sum(lengths), max(lengths)
     if total == len(queries) == longest * len(lengths):
-        whole = (t.unflatten(0, (len(lengths), longest)) for t in (queries, keys, values))
-        return causal(*whole, scale).flatten(0, 1)
+        q, k, v = (t.unflatten(0, (len(lengths), longest)) for t in (queries, keys, values))
+        return causal(q, k, v, scale).flatten(0, 1)
     out = queries.new_empty((*queries.shape[:2], values.shape[-1]))
     start = 0
     for length in lengths:
         # What follows is another request's: later rows have no part in earlier ones, and are overwritten or left out.
         stop = min(total, start + -(-length // LENGTH_STEP) * LENGTH_STEP)
         if length:
-            part = causal(*(t[None, start:stop] for t in (queries, keys, values)), scale)
-            out[start : start + length] = part[0, :length]
+            q, k, v = (t[None, start:stop] for t in (queries, keys, values))
+            out[start : start + length] = causal(q, k, v, scale)[0, :length]
         start += length
     return out
 

@@ -21,6 +21,7 @@ import torch
 from gpu.bench_layer_parts import LITE, LOADS, WIDE, Bench, Load, Part, Shape
 from gpu.bench_timing import Limits, Stopwatch
 from gpu.kernels import grouped_gemm, mla_decode
+from gpu.kernels.expert_rows import TRITON_ROWS
 
 WITHIN = 1 / 1.15
 """The least share that counts as within 15 %."""
@@ -64,9 +65,10 @@ def measure(part: Part, shape: Shape, load: Load, watch: Stopwatch, limits: Limi
 
 
 def measure_layer(bench: Bench, rows: list[Row], watch: Stopwatch) -> Row:
-    """The whole layer as one graph, against the sum of its parts' best."""
+    """The whole layer as one graph, its caches warm from part to part, against the sum of its parts' best."""
     found, refused = watch.medians({"ours": bench.layer})
-    best, floor = sum(row.best_ms for row in rows), sum(row.floor_ms for row in rows)
+    # Where a part is faster than all its candidates, it is itself the best that is known.
+    best, floor = sum(min(row.ms, row.best_ms) for row in rows), sum(row.floor_ms for row in rows)
     ms = found.get("ours", float("nan"))
     return Row(
         shape=bench.shape.name, tokens=bench.load.tokens, part="whole layer", ms=ms, best_ms=best, best="sum of the best",
@@ -101,8 +103,8 @@ def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
     """Milliseconds of this load's kernels by their knobs."""
     works: dict[str, Any] = {}
     if bench.load.queries == 1:
-        core = next(part for part in bench.parts() if part.name.startswith("attention core")).ours
-        for keys, stages, programs in ((64, 3, 132), (64, 3, 264), (64, 2, 264), (32, 4, 132)):
+        core: Any = next(part for part in bench.parts() if part.name.startswith("attention core")).ours
+        for keys, stages, programs in ((64, 3, 132), (64, 3, 264), (32, 5, 264), (32, 4, 528)):
             tuning = mla_decode.Tuning(block_keys=keys, num_stages=stages, programs=programs)
             works[f"core {keys} keys, {stages} stages, {programs} programs"] = partial(core, tuning=tuning)
     moves, ids = bench.experts.moves, bench.routing[1]
@@ -119,7 +121,7 @@ def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
                 **dict(zip(("rows", "columns", "depth", "num_warps", "num_stages"), choice, strict=True))
             )
             works[f"{name} {choice}"] = partial(work, tile=tile)
-    works["gate up torch"] = lambda: moves.activate(
+    works["gate up torch"] = lambda: TRITON_ROWS.activate(
         torch._grouped_mm(rows, bench.gate_up.transpose(1, 2), offs=ends), ends
     )
     works["down torch"] = lambda: torch._grouped_mm(active, bench.down, offs=ends)

@@ -70,7 +70,9 @@ def say(group: Group, *words: object) -> None:
 # ---- correctness
 
 
-def inputs_of(source: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs_of(
+    source: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The partial output and LSE of one source rank; every rank can make everybody's."""
     generator = torch.Generator(device="cuda").manual_seed(1000 * seed + source)
     out = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)

@@ -76,9 +76,7 @@ class SimGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         return list(self._meet_host(value, ("all_gather_object", [], "object"), -1, lambda values: values))
 
-    def _meet_host(
-        self, value: Any, signature: tuple[Any, ...], tag: int, combine: Callable[[list[Any]], Any]
-    ) -> Any:
+    def _meet_host(self, value: Any, signature: tuple[Any, ...], tag: int, combine: Callable[[list[Any]], Any]) -> Any:
         world, cluster, task = self.world, self.world.cluster, self.world.task()
         world.refuse_in_capture(f"host-level {signature[0]}")
         index, self.index = self.index, self.index + 1

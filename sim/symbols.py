@@ -76,9 +76,7 @@ def launch(
     read, written = _accesses(reads), _accesses((result, *writes))
     if duration_us is None:
         duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]))
-    world.current_stream().launch(
-        "op", name, reads=read, writes=written, duration_us=duration_us, src=world.source()
-    )
+    world.current_stream().launch("op", name, reads=read, writes=written, duration_us=duration_us, src=world.source())
     return result
 
 

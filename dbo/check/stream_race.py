@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dbo.accesses import overlaps
 from dbo.check.happens import HappensBefore
+from dbo.check.hooks import unwound_steps
 from dbo.check.phases import in_phases
 from dbo.check.violation import Findings
 from dbo.trace import Access, BufferInfo, Record, Trace
@@ -52,6 +53,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         for access in record.writes:
             by_buffer.setdefault(access.buffer, []).append((access, True, record))
     seen: set[tuple[object, ...]] = set()
+    unwound = unwound_steps(trace)
     for buffer, touches in by_buffer.items():
         found.checked += len(touches)
         if not _can_race(touches):
@@ -60,7 +62,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         if not in_phases(accesses, happens):
             for first, second in _races(accesses, happens):
                 key = (_kind(first), _kind(second))
-                if key not in seen:
+                if key not in seen and not _is_discarded(first, second, unwound):
                     seen.add(key)
                     _add(found, trace.buffers.get(buffer), first, second, happens)
     return found
@@ -94,6 +96,13 @@ def _races(uses: Iterable[_Use], happens: HappensBefore) -> Iterator[tuple[_Use,
                 kept.append(earlier)
         kept.append(use)
         frontier = kept
+
+
+def _is_discarded(first: _Use, second: _Use, unwound: set[tuple[int, int]]) -> bool:
+    """A read beside the end of its storage in a step that an error ends: nobody uses what was read."""
+    ends = [use.record for use in (first, second) if use.record.kind == "free"]
+    reads = not (first.writes and second.writes)
+    return reads and any((record.rank, record.step) in unwound for record in ends)
 
 
 def _covers(outer: _Use, inner: _Use) -> bool:

@@ -122,7 +122,9 @@ def dummy_batch(
         dcp_layout=dcp_layout,
     )
     no_rows = np.zeros(0, dtype=np.int64)
-    return ModelInputs(plan, np.zeros(num_tokens, dtype=np.int64), no_rows, tuple(f"dummy-{i}" for i in range(num_reqs)))
+    return ModelInputs(
+        plan, np.zeros(num_tokens, dtype=np.int64), no_rows, tuple(f"dummy-{i}" for i in range(num_reqs))
+    )
 
 
 def _slots(

@@ -13,7 +13,7 @@ import torch
 from dbo.errors import ConfigError, refusal
 from dbo.model.layers import gated
 from dbo.moe import grouped_experts
-from dbo.moe.grouped_experts import GroupedFlatExperts
+from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts
 from dbo.moe.interface import ExpertInputs, Experts
 
 
@@ -58,8 +58,8 @@ def make_experts(layout: str, gate_up_LGH: torch.Tensor, down_LIH: torch.Tensor)
     Raises:
         ConfigError: a layout that is neither "batched" nor "flat".
     """
-    flat = GroupedFlatExperts if grouped_experts.available(gate_up_LGH) else FlatExperts
-    for kind in (BatchedExperts, flat):
+    grouped = grouped_experts.available(gate_up_LGH)
+    for kind in (GroupedBatchedExperts, GroupedFlatExperts) if grouped else (BatchedExperts, FlatExperts):
         if kind.layout == layout:
             return kind(gate_up_LGH, down_LIH)
     raise ConfigError(refusal("an expert layout is batched or flat", "correct the backend", layout=layout))

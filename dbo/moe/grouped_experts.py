@@ -58,6 +58,9 @@ class RowMoves(Protocol):
     def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
         """`[P, H]` back to `[N, H]`: the sum over K weighted by `[N, K]` fp32, in fp32; 0 without a place."""
 
+    def batched(self, x_LMH: Tensor, weights_LGH: Tensor, weights_LIH: Tensor, counts_L: Tensor) -> Tensor:
+        """Both products of the first `counts_L` `[L]` rows of each expert's M: `[L, M, H]`."""
+
 
 class TorchRows:
     """`RowMoves` in torch's own operations, none of which asks the device for a number."""
@@ -82,6 +85,9 @@ class TorchRows:
 
     def down(self, active: Tensor, weights_LIH: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(active, weights_LIH, offs=ends)
+
+    def batched(self, x_LMH: Tensor, weights_LGH: Tensor, weights_LIH: Tensor, counts_L: Tensor) -> Tensor:
+        return torch.bmm(gated(torch.bmm(x_LMH, weights_LGH.transpose(1, 2))), weights_LIH)
 
     def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
         num_rows, top_k = places.shape
@@ -113,6 +119,19 @@ class GroupedFlatExperts:
         rows = moves.spread(inputs.x, places)
         active = moves.gate_up(rows, self.gate_up, ends)
         return moves.gather(moves.down(active, self.down, ends), places, inputs.topk_weights)
+
+
+class GroupedBatchedExperts:
+    """Layout "batched": `[L, M, H]` in, `[L, M, H]` out; rows past an expert's count are not computed where that saves."""
+
+    layout = "batched"
+
+    def __init__(self, gate_up_LGH: Tensor, down_LIH: Tensor, moves: RowMoves | None = None) -> None:
+        self.gate_up, self.down = gate_up_LGH, down_LIH
+        self.moves = moves or row_moves(gate_up_LGH.device)
+
+    def apply(self, inputs: ExpertInputs) -> Tensor:
+        return self.moves.batched(inputs.x, self.gate_up, self.down, inputs.counts)
 
 
 def row_moves(device: torch.device) -> RowMoves:

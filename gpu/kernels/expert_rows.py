@@ -152,14 +152,20 @@ class TritonRows:
         return active
 
     def gate_up(self, rows: Tensor, weights_LGH: Tensor, ends: Tensor) -> Tensor:
-        if own_products(rows.shape[0], ends.shape[0]):
+        if own_products(rows.shape[0], ends.shape[0], weights_LGH.shape[1] // 2):
             return grouped_gemm.gate_up(rows, weights_LGH, ends)
         return self.activate(torch._grouped_mm(rows, weights_LGH.transpose(1, 2), offs=ends), ends)
 
     def down(self, active: Tensor, weights_LIH: Tensor, ends: Tensor) -> Tensor:
-        if own_products(active.shape[0], ends.shape[0]):
+        if own_products(active.shape[0], ends.shape[0], active.shape[1]):
             return grouped_gemm.down(active, weights_LIH, ends)
         return torch._grouped_mm(active, weights_LIH, offs=ends)
+
+    def batched(self, x_LMH: Tensor, weights_LGH: Tensor, weights_LIH: Tensor, counts_L: Tensor) -> Tensor:
+        num_local, slots, hidden = x_LMH.shape
+        counts, rows = counts_L.to(torch.int32), x_LMH.reshape(-1, hidden)
+        active = grouped_gemm.gate_up(rows, weights_LGH, counts, slots=slots)
+        return grouped_gemm.down(active, weights_LIH, counts, slots=slots).view(num_local, slots, hidden)
 
     def gather(self, rows: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
         (num_rows, top_k), hidden = places.shape, rows.shape[1]
@@ -171,9 +177,13 @@ class TritonRows:
         return out
 
 
-def own_products(pairs: int, num_local: int) -> bool:
-    """Whether the project's products are the faster ones, as measured (docs/performance.md)."""
-    return True
+def own_products(pairs: int, num_local: int, width: int) -> bool:
+    """Whether the project's products are the faster ones, as measured (docs/performance.md).
+
+    With few rows an expert by a third, since tiles are low; with many by a tenth, unless experts are narrow: then a tile's
+    work is short, and torch's kernel, which goes on to the next tile while it stores one, wins by a twentieth.
+    """
+    return pairs <= 96 * num_local or width >= 1024
 
 
 def _columns(width: int) -> int:

@@ -20,12 +20,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
-def _find(ends, tile, num_local, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, and its rows: the first, and the end of the expert's."""
+def _find(ends, tile, num_local, slots, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile, and its rows: the first, and the end of the expert's.
+
+    With `slots`, groups begin at its multiples, and `ends` are counts.
+    """
     lane = tl.arange(0, LANES)
     real = lane < num_local
     end = tl.load(ends + lane, mask=real, other=0)
-    begin = tl.load(ends + lane - 1, mask=real & (lane > 0), other=0)
+    begin = tl.load(ends + lane - 1, mask=real & (lane > 0) & (slots == 0), other=0) + lane * slots
+    end = tl.where(real & (slots > 0), end + begin, end)
     tiles = tl.where(real, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
     upto = tl.cumsum(tiles, axis=0)
     expert = tl.sum((real & (upto <= tile)).to(tl.int32), axis=0)
@@ -37,10 +41,10 @@ def _find(ends, tile, num_local, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    rows, weights, active, ends, num_local, hidden,
+    rows, weights, active, ends, num_local, slots, hidden,
     WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    expert, first, stop = _find(ends, tl.program_id(1), num_local, LANES, BLOCK_M)
+    expert, first, stop = _find(ends, tl.program_id(1), num_local, slots, LANES, BLOCK_M)
     if expert < num_local:
         column = tl.program_id(0) * BLOCK_N
         at = expert * (2 * WIDTH) + column
@@ -63,10 +67,10 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    rows, weights, out, ends, num_local, width,
+    rows, weights, out, ends, num_local, slots, width,
     HIDDEN: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    expert, first, stop = _find(ends, tl.program_id(1), num_local, LANES, BLOCK_M)
+    expert, first, stop = _find(ends, tl.program_id(1), num_local, slots, LANES, BLOCK_M)
     if expert < num_local:
         column = tl.program_id(0) * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -103,35 +107,39 @@ DOWN = {
 }
 
 
-def tile_rows(pairs: int, num_local: int) -> int:
+def tile_rows(pairs: int, num_local: int, slots: int = 0) -> int:
     """The height of tiles for so many pairs: most experts get one tile, while they have few rows."""
-    each = pairs / num_local
+    # How many slots are taken the host does not know; where there are slots, batches are small.
+    each = pairs / num_local if not slots else min(slots, 64)
     return 16 if each <= 12 else 64 if each <= 96 else 128
 
 
-def gate_up(rows: Tensor, weights_LGH: Tensor, ends: Tensor, tile: Tile | None = None) -> Tensor:
-    """`silu(rows @ gate) * (rows @ up)` of each group: `[P, H]`, `[L, 2I, H]`, `[L]` to `[P, I]`."""
+def gate_up(rows: Tensor, weights_LGH: Tensor, ends: Tensor, tile: Tile | None = None, *, slots: int = 0) -> Tensor:
+    """`silu(rows @ gate) * (rows @ up)` of each group: `[P, H]`, `[L, 2I, H]`, `[L]` int32 to `[P, I]`.
+
+    Groups lie side by side and `ends` are theirs; with `slots` each has so many rows and `ends` says how many count.
+    """
     (pairs, hidden), (num_local, both, _) = rows.shape, weights_LGH.shape
     width = both // 2
     active = torch.empty((pairs, width), dtype=rows.dtype, device=rows.device)
     if pairs:
-        tile = tile or GATE_UP[tile_rows(pairs, num_local)]
+        tile = tile or GATE_UP[tile_rows(pairs, num_local, slots)]
         _gate_up[_grid(pairs, num_local, width, tile)](
             _blocks(rows, tile.rows, tile.depth), _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth),
-            active, ends, num_local, hidden, WIDTH=width, **_constants(num_local, tile),
+            active, ends, num_local, slots, hidden, WIDTH=width, **_constants(num_local, tile),
         )  # fmt: skip
     return active
 
 
-def down(rows: Tensor, weights_LIH: Tensor, ends: Tensor, tile: Tile | None = None) -> Tensor:
-    """`rows @ weights` of each group: `[P, I]`, `[L, I, H]`, `[L]` to `[P, H]`."""
+def down(rows: Tensor, weights_LIH: Tensor, ends: Tensor, tile: Tile | None = None, *, slots: int = 0) -> Tensor:
+    """`rows @ weights` of each group: `[P, I]`, `[L, I, H]`, `[L]` int32 to `[P, H]`; `ends` and `slots` as for `gate_up`."""
     (pairs, width), (num_local, _, hidden) = rows.shape, weights_LIH.shape
     out = torch.empty((pairs, hidden), dtype=rows.dtype, device=rows.device)
     if pairs:
-        tile = tile or DOWN[tile_rows(pairs, num_local)]
+        tile = tile or DOWN[tile_rows(pairs, num_local, slots)]
         _down[_grid(pairs, num_local, hidden, tile)](
             _blocks(rows, tile.rows, tile.depth), _blocks(weights_LIH.view(-1, hidden), tile.depth, tile.columns),
-            out, ends, num_local, width, HIDDEN=hidden, **_constants(num_local, tile),
+            out, ends, num_local, slots, width, HIDDEN=hidden, **_constants(num_local, tile),
         )  # fmt: skip
     return out
 

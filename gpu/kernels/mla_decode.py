@@ -57,8 +57,12 @@ def _attend(
     for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         seen = key < last
-        page = tl.load(table + request * stride_table + key // PAGE, mask=seen, other=0).to(tl.int64)
-        at = cache + (page * PAGE + key % PAGE) * (LATENT + ROPE)
+        if PAGE % BLOCK_N == 0:  # blocks of keys begin at multiples of their size, so each lies in one page
+            page = tl.load(table + request * stride_table + start // PAGE).to(tl.int64)
+            at = cache + (page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)) * (LATENT + ROPE)
+        else:
+            page = tl.load(table + request * stride_table + key // PAGE, mask=seen, other=0).to(tl.int64)
+            at = cache + (page * PAGE + key % PAGE) * (LATENT + ROPE)
         # A row that is not seen is not loaded either: whatever it holds, NaN too, has no part in this.
         latent = tl.load(at[:, None] + lane[None, :], mask=seen[:, None] & lane_real[None, :], other=0.0)
         rope = tl.load(at[:, None] + LATENT + turn[None, :], mask=seen[:, None] & turn_real[None, :], other=0.0)

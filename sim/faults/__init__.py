@@ -1,10 +1,10 @@
 """Faults to plant with `--inject`: transformations of a program, one file a kind.
 
-    ring       raises, yields, receive hooks
-    streams    waits, events, receives read early
-    agreement  decisions, coordination, padding, configuration
-    data       metadata, padding rows, buffers, order of exchanges
-    backends   waits around exchanges, captured events, signals, regions, lifetimes
+ring       raises, yields, receive hooks
+streams    waits, events, receives read early
+agreement  decisions, coordination, padding, configuration
+data       metadata, padding rows, buffers, order of exchanges
+backends   waits around exchanges, captured events, signals, regions, lifetimes
 """
 
 from sim.faults import agreement, backends, data, ring, streams

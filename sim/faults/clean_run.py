@@ -90,4 +90,3 @@ def every_hook(run: CleanRun) -> Iterator[Site]:
     """Any hook that a ubatch runs for another one."""
     for rank, ubatch in run.ubatches():
         yield from (Site(rank=rank, ubatch=ubatch, at=at) for at in range(len(run.carried_hooks(rank, ubatch))))
-

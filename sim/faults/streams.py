@@ -140,6 +140,8 @@ FAULTS = (
     ),
     Fault(
         name="early-read", sentence="the experts read an exchange's output before it is complete", id="stream-race",
-        plant=early_receive, needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        plant=early_receive,
+        needs="a split step in which nothing else orders the experts after their dispatch",
+        sites=essential_waits("D.recv", "MLP"), backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
     ),
 )  # fmt: skip

@@ -21,8 +21,8 @@ from dbo.model.config import ModelConfig  # noqa: E402
 from dbo.model.paging import plan_paged_batch  # noqa: E402
 from dbo.model.rope import rotation  # noqa: E402
 from dbo.model.router import Router  # noqa: E402
-from dbo.moe.experts import FlatExperts  # noqa: E402
-from dbo.moe.grouped_experts import GroupedFlatExperts, TorchRows  # noqa: E402
+from dbo.moe.experts import BatchedExperts, FlatExperts  # noqa: E402
+from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts, TorchRows  # noqa: E402
 from dbo.moe.interface import ExpertInputs  # noqa: E402
 from gpu import attention  # noqa: E402
 from gpu.kernels import grouped_gemm, layer_rows, mla_decode  # noqa: E402
@@ -145,6 +145,20 @@ def test_products_of_groups(name: str, tile: str) -> None:
     wanted = plain.down(active, down, ends)
     found = grouped_gemm.down(active, down, ends, TILES[tile])
     assert torch.allclose(found[:valid].float(), wanted[:valid].float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("counts", [[0, 5, 20, 1], [20, 20, 20, 20], [0, 0, 0, 0]])
+def test_slots_that_are_not_taken_have_no_part(counts: list[int]) -> None:
+    gate_up, down = draw(4, 64, 48, seed=1, dtype=MATRIX) / 8, draw(4, 32, 48, seed=2, dtype=MATRIX) / 6
+    x = draw(4, 20, 48, seed=4, dtype=MATRIX)
+    wanted = BatchedExperts(gate_up, down).apply(ExpertInputs(layout="batched", x=x.clone()))
+    for expert, count in enumerate(counts):
+        x[expert, count:] = torch.nan
+    given = ExpertInputs(layout="batched", x=x, counts=torch.tensor(counts, device=DEVICE))
+    found = GroupedBatchedExperts(gate_up, down, TRITON_ROWS).apply(given)
+    for expert, count in enumerate(counts):
+        mine, theirs = found[expert, :count].float(), wanted[expert, :count].float()
+        assert torch.allclose(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_tiles_are_as_high_as_rows_are_many() -> None:

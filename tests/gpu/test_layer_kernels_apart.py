@@ -25,7 +25,7 @@ def test_kernels_apart() -> None:
         assert KERNEL_TESTS.exists()  # they run, or have run, in this process
         return
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNEL_TESTS)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(KERNEL_TESTS)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
