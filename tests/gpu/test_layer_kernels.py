@@ -17,7 +17,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed (extra `k
 
 from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
 from dbo.model.attention import MLAttention  # noqa: E402
-from dbo.model.config import ModelConfig  # noqa: E402
 from dbo.model.paging import plan_paged_batch  # noqa: E402
 from dbo.model.rope import rotation  # noqa: E402
 from dbo.model.router import Router  # noqa: E402
@@ -26,7 +25,8 @@ from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts, T
 from dbo.moe.interface import ExpertInputs  # noqa: E402
 from gpu import attention  # noqa: E402
 from gpu.kernels import grouped_gemm, layer_rows, mla_decode  # noqa: E402
-from gpu.kernels.expert_rows import TRITON_ROWS  # noqa: E402
+from gpu.kernels.expert_rows import TRITON_ROWS, own_products  # noqa: E402
+from tests.gpu.layer_config import CONFIG, attention_weights  # noqa: E402
 
 # The interpreter keeps bf16 as integers and multiplies those.
 MATRIX = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -167,6 +167,11 @@ def test_tiles_are_as_high_as_rows_are_many() -> None:
     ] * 3 + [128] * 2
 
 
+def test_torch_multiplies_for_many_rows_of_narrow_experts() -> None:
+    assert own_products(96 * 64, 64, 256) and own_products(1000 * 64, 64, 1408)
+    assert not own_products(97 * 64, 64, 256)
+
+
 def test_padding_rows_become_zero_and_no_others() -> None:
     x, padding = draw(70, 200), torch.zeros(70, 1, dtype=torch.bool, device=DEVICE)
     padding[[3, 68, 69]] = True
@@ -197,24 +202,7 @@ def test_routing_is_the_routers() -> None:
     assert torch.equal(found[1], wanted[1]) and torch.allclose(found[0], wanted[0], atol=1e-6)
 
 
-CONFIG = ModelConfig(
-    vocab_size=32, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-    num_attention_heads=3, kv_lora_rank=20, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-    n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, max_position_embeddings=64,
-)  # fmt: skip
 PAGE = 4
-
-
-def attention_weights() -> dict[str, torch.Tensor]:
-    heads = CONFIG.num_attention_heads
-    shapes = {
-        "q_proj": (heads * CONFIG.qk_head_dim, CONFIG.hidden_size),
-        "kv_a_proj_with_mqa": (CONFIG.kv_cache_dim, CONFIG.hidden_size),
-        "kv_a_layernorm": (CONFIG.kv_lora_rank,),
-        "kv_b_proj": (heads * (CONFIG.qk_nope_head_dim + CONFIG.v_head_dim), CONFIG.kv_lora_rank),
-        "o_proj": (CONFIG.hidden_size, heads * CONFIG.v_head_dim),
-    }
-    return {f"a.{name}.weight": draw(*shape, seed=i) / 4 for i, (name, shape) in enumerate(shapes.items())}
 
 
 def batch_of(computed: list[int], queries: list[int], *, pad: int) -> SimpleNamespace:
@@ -268,7 +256,7 @@ BATCHES = {
 
 def attend_both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     computed, queries = BATCHES[name]
-    weights, metadata = attention_weights(), batch_of(computed, queries, pad=2)
+    weights, metadata = attention_weights(DEVICE), batch_of(computed, queries, pad=2)
     rows = len(metadata.positions)
     hidden = draw(rows, CONFIG.hidden_size, seed=9)
     hidden[-1] = torch.nan
