@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,7 +226,7 @@ def measure(group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows:
             end.prepare(out, lse)
         except NotAvailable:  # more programs than the device holds at once
             continue
-        paths[name] = lambda end=end: end.launch(out, lse)
+        paths[name] = partial(end.launch, out, lse)
     table = []
     # One exchange of a small batch is shorter than the ranks' skew at the start: several a sample there.
     inner = 1 if rows >= 4096 else 20

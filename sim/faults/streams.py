@@ -1,4 +1,4 @@
-"""Faults of streams and events: a wait left out, an event recorded too early or after its yield, a receive read early."""
+"""Faults of streams and events: a wait left out, an event too early or after its yield, a receive read early."""
 
 from __future__ import annotations
 

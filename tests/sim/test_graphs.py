@@ -14,7 +14,6 @@ from dbo.rank import RankJob
 from dbo.trace import Trace
 from tests.sim.job_harness import numeric_job, run, verdict_of
 
-
 REQUESTS = ((5, 7, 3, 6), (4, 9, 2, 8))
 
 
