@@ -190,16 +190,19 @@ _FAVOURED: Mapping[str, Callable[[Sequence[Item]], bool]] = {
 
 
 @st.composite
-def planted_cases(draw: st.DrawFn, faults: Sequence[Fault] = CATALOGUE, mode: str = "ordering") -> Case:
+def planted_cases(
+    draw: st.DrawFn, faults: Sequence[Fault] = CATALOGUE, mode: str = "ordering", *, small: bool = False
+) -> Case:
     """A run with one fault out of `faults`, at a site where the clean run offers it something to break.
 
     Args:
         mode: of the run; faults that break what only numbers have are planted in numeric mode in any case.
+        small: as for `clean_cases`; runs with numbers are small in any case.
     """
     fault = draw(st.sampled_from(list(faults)))
     wanted = backends().filter(lambda name: not fault.backends or name in fault.backends)
     mode = "numeric" if fault.numeric else mode
-    case = draw(clean_cases(wanted, _FAVOURED.get(fault.name, lambda items: True), small=mode == "numeric"))
+    case = draw(clean_cases(wanted, _FAVOURED.get(fault.name, lambda items: True), small=small or mode == "numeric"))
     case = dataclasses.replace(case, fault=fault.name, mode=mode)
     sites = list(fault.sites(clean_twin(case)[0]))
     assume(sites)

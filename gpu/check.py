@@ -26,7 +26,7 @@ from dbo.config import DBOConfig
 from dbo.conformance import RunCases, run_suite
 from dbo.errors import NotAvailable
 from dbo.export.chrome import read_trace
-from dbo.main_job import DEFAULTS
+from dbo.job_inputs import DEFAULTS, generated_folder
 from dbo.main_job import run as run_main_job
 from dbo.main_job_types import CheckRequest, CheckResult
 from dbo.model.config import load_model_config
@@ -185,9 +185,8 @@ def _job(options: argparse.Namespace, backend: str, graphs: str) -> tuple[bool, 
 
 def _job_of(options: argparse.Namespace, backend: str, **changes: Any) -> RankJob:
     """A job on the generated model; requests of many lengths, the last rank with the fewest."""
-    from dbo.main_job import _generated_folder
 
-    folder = options.model or _generated_folder(CheckRequest(), Quiet())
+    folder = options.model or generated_folder(CheckRequest(), Quiet())
     flags = DEFAULTS | _flags(options, backend)
     if backend == "deepep_low_latency":
         flags["low_latency_max_tokens_per_rank"] = flags["max_num_batched_tokens"]

@@ -1,0 +1,97 @@
+"""What the main job's run is compared with: the same requests alone on one rank, and on devices its serial twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dbo import registry
+from dbo.check.order import steady_order
+from dbo.compare import compare
+from dbo.config import DBOConfig
+from dbo.errors import UsageError
+from dbo.main_job_types import Progress, Reference
+from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
+from dbo.runner import StepOutcome
+from dbo.trace import Trace
+
+
+def reference_of(
+    job: RankJob,
+    requests: Sequence[Sequence[RequestSpec]],
+    outcomes: Sequence[Sequence[StepOutcome]],
+    progress: Progress,
+) -> Reference:
+    """The same requests on one rank, unsplit, on plain CPU tensors; greedy tokens and logits compared."""
+    if job.weights_of is None:
+        return Reference(tokens_equal=None, max_rel_err=None, why_not="ordering mode has no numbers")
+    from dbo.local import LocalWorld
+
+    progress.stage("running the reference on one rank")
+    alone = DBOConfig(
+        data_parallel_size=1, all2all_backend="nccl", dtype="float32", block_size=job.config.block_size,
+        num_kv_blocks=job.config.num_kv_blocks * job.config.num_ranks, max_model_len=job.config.max_model_len,
+        max_num_batched_tokens=job.config.max_num_batched_tokens, max_num_seqs=job.config.max_num_seqs,
+    )  # fmt: skip
+    weights_of = job.weights_of
+    if isinstance(weights_of, FolderWeights):
+        weights_of = replace(weights_of, dtype="float32")
+    together = [[spec for rank in requests for spec in rank]]
+    twin = RankJob(
+        config=alone, model_config=job.model_config, schedule=job.schedule, requests=together,
+        weights_of=weights_of, keep_logits=True,
+    )  # fmt: skip
+    expected = by_request([RankMain(twin)(LocalWorld())])
+    size = job.config.decode_context_parallel_size
+    groups = [outcomes[peer::size] for peer in range(size)]
+    said = compare(expected, by_request(groups[0]), dtype=job.config.dtype)
+    for others in groups[1:]:  # the peers of a DCP group compute the same tokens, each by itself
+        peer = compare(expected, by_request(others), dtype=job.config.dtype)
+        said = said if not said.tokens_equal or peer.tokens_equal else peer
+    equal = said.tokens_equal and said.logits_close
+    return Reference(tokens_equal=equal, max_rel_err=said.max_rel_err, ties=said.ties)
+
+
+def with_twins(
+    job: RankJob, world: registry.WorldEntry, options: dict[str, Any], outcomes: Sequence[Sequence[StepOutcome]],
+    trace: Trace, reference: Reference, progress: Progress,
+) -> Reference:  # fmt: skip
+    """On devices: the same run with the halves of each step one after another, and the order that the simulator gives."""
+    if not any(outcome.slices for rank in outcomes for outcome in rank):
+        return reference
+    progress.stage("running the halves of each step one after another")
+    ranks = job.config.num_ranks
+    serial = world.launch(RankMain(replace(job, serial=True)), ranks=ranks, **options)
+    expected, found = by_request([value or [] for value in serial.values]), by_request(outcomes)
+    equal = expected.keys() == found.keys() and all(
+        found[id][0] == tokens and all(np.array_equal(a, b) for a, b in zip(found[id][1], logits, strict=True))
+        for id, (tokens, logits) in expected.items()
+    )
+    progress.stage("asking the simulator for the order")
+    symbols = replace(job, config=job.config.replace(world="sim"), weights_of=None, keep_logits=False)
+    simulated = registry.load("sim").launch(RankMain(symbols), ranks=ranks, mode="ordering")
+    same = steady_order_of(simulated.trace) == steady_order_of(trace)
+    return replace(reference, serial_equal=equal, order_as_simulated=same)
+
+
+def steady_order_of(trace: Trace) -> tuple[str, ...]:
+    try:
+        return tuple(steady_order(trace))
+    except UsageError:  # split, but too few MoE layers for a steady one
+        return ()
+
+
+def by_request(outcomes: Sequence[Sequence[StepOutcome]]) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+    """Tokens and rows of logits of every request, in order."""
+    found: dict[str, tuple[list[int], list[np.ndarray]]] = {}
+    for rank_outcomes in outcomes:
+        for outcome in rank_outcomes:
+            for id, token in outcome.tokens.items():
+                tokens, logits = found.setdefault(id, ([], []))
+                tokens.append(token)
+                if id in outcome.logits:
+                    logits.append(outcome.logits[id])
+    return found
