@@ -185,6 +185,7 @@ class World(Protocol):
         rank, size: this rank among all ranks.
         mode: "numeric" or "ordering".
         compute, comm: the two streams, shared by the rank's ubatches.
+        side: a third one, for shared experts that are placed there (`dbo.moe.side_stream`).
         group: all ranks, device exchanges. `control`: all ranks, host-level coordination.
         low_latency: DeepEP's `Buffer`, or the simulator's with the same two methods.
         high_throughput: DeepEP V1's `Buffer`, or the simulator's with the methods of its normal mode.
@@ -200,6 +201,7 @@ class World(Protocol):
     mode: str
     compute: Stream
     comm: Stream
+    side: Stream
     group: Group
     control: Group
     host: Host

@@ -24,6 +24,7 @@ from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
 from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import FusedMoEPrepareAndFinalizeModular
 from dbo.moe.nccl import NcclPrepareAndFinalize
+from dbo.moe.side_stream import SideStream
 from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
 from dbo.program import Program
 from dbo.runner import GPUModelRunner, StepOutcome
@@ -234,7 +235,7 @@ def _skeleton(
         cache = world.tensors.empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
         cache.notes["block_size"] = config.block_size
         caches.append(cache)
-    kernel = partial(program.kernel, shared_placement=config.shared_experts)
+    kernel = partial(program.kernel, shared_placement=config.shared_experts, side=SideStream(world))
     return SkeletonModel(model_config, world, backend, kernel, group), caches, lambda plan: plan
 
 
@@ -257,7 +258,7 @@ def _torch_model(
         {name: tensors.from_torch(weight) for name, weight in weights.items()},
         make_prepare_finalize=lambda layer: backend,
         make_kernel=lambda layer, prepare_finalize, experts, shared_experts: program.kernel(
-            prepare_finalize, experts, shared_experts, config.shared_experts
+            prepare_finalize, experts, shared_experts, config.shared_experts, SideStream(world)
         ),
         ep_rank=world.rank,
         ep_size=world.size,

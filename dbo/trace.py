@@ -4,7 +4,7 @@ A trace is a list of `Record`s in an order in which every edge points backwards 
 computes happens-before. A record lies on one **line** of one rank and follows the previous record of that line:
 
     host lines    "main" (the rank's own task), "u0", "u1", … (ubatch threads)
-    device lines  "compute", "comm" (streams), "net" (transfers that run beside the streams)
+    device lines  "compute", "comm", "side" (streams), "net" (transfers that run beside the streams)
 
 and it follows every record named in `after`. A record of rank -1 (`meet`) lies on no line: it has only `after`.
 
@@ -73,7 +73,7 @@ HOST_KINDS = frozenset(
     "hook.drop point error recover host.wait capture.begin capture.end replay graph.put graph.get unbake bake "
     "reserve use lock signal.set signal.clear signal.wait numeric".split()
 )
-DEVICE_LINES = ("compute", "comm", "net")
+DEVICE_LINES = ("compute", "comm", "side", "net")
 
 
 class Access(NamedTuple):

@@ -196,6 +196,7 @@ class SimWorld:
         self.mode = cluster.mode
         self.compute = SimStream(self, "compute")
         self.comm = SimStream(self, "comm")
+        self.side = SimStream(self, "side")
         self.net_tail: Node | None = None
         self.capture: SimGraph | None = None
         self.replaying: SimGraph | None = None
@@ -247,7 +248,7 @@ class SimWorld:
 
     def restart(self) -> None:
         """A new epoch: streams are empty, calls are counted from 0."""
-        for stream in (self.compute, self.comm):
+        for stream in (self.compute, self.comm, self.side):
             stream.tail = None
         self.net_tail = None
         self.group.restart()

@@ -18,7 +18,7 @@ IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
     "sim": {
         "all2all_backend": frozenset(facts.BACKENDS),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
-        "shared_experts": frozenset({"overlap", "before"}),
+        "shared_experts": frozenset({"overlap", "before", "stream"}),
     },
     "gpu": {
         "all2all_backend": frozenset({"deepep_low_latency", "deepep_high_throughput", "nccl", "symm_copy"}),

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dbo.contract import Event
 from dbo.forward_context import get_forward_context
 from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver
+from dbo.moe.side_stream import SideStream
 from dbo.ubatch import dbo_enabled, dbo_register_recv_hook
 
 
@@ -22,7 +24,8 @@ class FusedMoEModularKernel:
         experts: this rank's routed experts.
         shared_experts: `[T, H] -> [T, H]`, or None.
         shared_placement: "overlap": they run at the schedule's point S; "before": before the dispatch, as a part of A1,
-            whatever the schedule says. The result is the same.
+            whatever the schedule says; "stream": on the side stream, from A1 to the end of the layer. The result is the same.
+        side: where "stream" runs them.
     """
 
     def __init__(
@@ -31,11 +34,13 @@ class FusedMoEModularKernel:
         experts: Experts,
         shared_experts: Callable[[Any], Any] | None = None,
         shared_placement: str = "overlap",
+        side: SideStream | None = None,
     ) -> None:
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.shared_experts = shared_experts
-        self.shared_before_dispatch = shared_placement == "before"
+        self.shared_placement = shared_placement
+        self.side = side
 
     def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
         """Args: hidden `[T, H]`, topk_weights `[T, K]` fp32, topk_ids `[T, K]` int64 (-1: padding). Returns `[T, H]`."""
@@ -48,11 +53,15 @@ class FusedMoEModularKernel:
             "C.recv": call.combine_recv,
             "copy": call.copy_out,
         }
-        if self.shared_experts is not None and self.shared_before_dispatch:
-            call.shared()
-        elif self.shared_experts is not None:
-            thunks["S"] = call.shared
+        if self.shared_experts is not None:
+            if self.shared_placement == "overlap":
+                thunks["S"] = call.shared
+            elif self.shared_placement == "before":
+                call.shared()
+            else:
+                call.shared_aside()
         get_forward_context().player.play(thunks, layer=layer)
+        call.join_aside()
         return call.routed if call.shared_out is None else call.routed + call.shared_out
 
 
@@ -67,6 +76,7 @@ class _Call:
         self.arrived: Any = None
         self.expert_out: Any = None
         self.shared_out: Any = None
+        self.shared_done: Event | None = None
         self.routed: Any = None
 
     def dispatch_send(self) -> None:
@@ -86,6 +96,15 @@ class _Call:
     def shared(self) -> None:
         assert self.kernel.shared_experts is not None
         self.shared_out = self.kernel.shared_experts(self.hidden)
+
+    def shared_aside(self) -> None:
+        assert self.kernel.shared_experts is not None and self.kernel.side is not None
+        self.shared_out, self.shared_done = self.kernel.side.launch(self.kernel.shared_experts, self.hidden)
+
+    def join_aside(self) -> None:
+        if self.shared_done is not None:
+            assert self.kernel.side is not None
+            self.shared_out = self.kernel.side.join(self.shared_out, self.shared_done)
 
     def combine_recv(self) -> None:
         self.routed = self.receive()

@@ -108,7 +108,7 @@ def padded_ranks(run: CleanRun) -> Iterator[Site]:
 def neighbouring_exchanges(run: CleanRun) -> Iterator[Site]:
     """Any exchange of a rank that another one of the same step follows.
 
-    The last one of a step changes places with nothing: its rank waits for the step's tokens before it comes to the next.
+    The last one of a step changes places with nothing: its rank waits for the step's tokens before the next comes.
     """
     for rank in run.ranks:
         steps = [record.step for record in run.exchanges(rank)]
@@ -134,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         name="swap-collectives", sentence="two exchanges change places on one rank", id="collective-mismatch",
-        plant=swap_collectives, needs="an exchange that another one of the same step follows", sites=neighbouring_exchanges,
-        backends=("nccl",), keys=("rank", "at"), split=False,
+        plant=swap_collectives, needs="an exchange that another one of the same step follows",
+        sites=neighbouring_exchanges, backends=("nccl",), keys=("rank", "at"), split=False,
     ),
 )  # fmt: skip

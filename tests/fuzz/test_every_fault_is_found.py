@@ -92,7 +92,9 @@ def test_they_are_found_with_numbers_too_and_clean_runs_give_the_right_tokens(fu
         fault = ordering[turn % len(ordering)]
         drawn = draw(planted_cases([fault], small=True), 4, fuzz_seed + turn)
         numeric = (dataclasses.replace(case, mode="numeric") for case in reversed(drawn))
-        case = next(filter(bites, numeric))  # which rows go where, and so what needs an order, depends on the numbers
+        # Which rows go where, and so what needs an order, depends on the numbers.
+        case = next(filter(bites, numeric), None)
+        assert case is not None, f"seed {fuzz_seed + turn} gives no case of {fault.name} that bites with numbers"
         check_found(case, fault)
         found += 1
         check_clean(case)

@@ -283,7 +283,7 @@ def test_the_payload_keeps_the_models_dtype(model: Model, backend: str) -> None:
 def test_shared_experts_give_the_same_wherever_they_run(model: Model, backend: str) -> None:
     jobs = [
         numeric_job(*model, ((8,), (8,)), backend=backend, new_tokens=1, shared_experts=placement)
-        for placement in ("before", "overlap")
+        for placement in ("before", "overlap", "stream")
     ]
-    before, overlap = (logits(run(job)) for job in jobs)
-    assert np.array_equal(before, overlap)
+    before, overlap, aside = (logits(run(job)) for job in jobs)
+    assert np.array_equal(before, overlap) and np.array_equal(before, aside)
