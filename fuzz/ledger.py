@@ -34,15 +34,7 @@ class KnownFailure:
     since: str
 
 
-KNOWN: tuple[KnownFailure, ...] = (
-    KnownFailure(
-        token="f1:v2.r3.u2.d1.m1.e3.k3.t3+3.b4.s1.g6x6:a.bs@D@.dmC@.c+1:3+2/4+2/3+2:n",
-        verdict="violated(stream-race)",
-        why="a shared expert on the comm stream makes its result there, and the allocator is not told that compute "
-        "reads it: its bytes can be handed out again too early",
-        since="2026-11-29",
-    ),
-)
+KNOWN: tuple[KnownFailure, ...] = ()
 
 
 class LedgerError(DBOError):

@@ -11,6 +11,7 @@ Exit code 0 when every line passed, 1 when one did not, 3 when there are too few
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -272,5 +273,20 @@ def _handoff() -> tuple[bool, str]:
     return best.median_us <= 0.5 * base.median_us, f"{words} a step of 108 hand-overs"
 
 
+def _leave(code: int) -> None:
+    """End a process that torchrun started. Gloo's threads may outlive the interpreter and abort it, so do not wait for that."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _leave(main())
     sys.exit(main())

@@ -25,7 +25,7 @@ class FusedMoEModularKernel:
         shared_experts: `[T, H] -> [T, H]`, or None.
         shared_placement: "overlap": they run at the schedule's point S; "before": before the dispatch, as a part of A1,
             whatever the schedule says; "stream": on the side stream, from A1 to the end of the layer. The result is the same.
-        side: where "stream" runs them.
+        side: where "stream" runs them; it also tells the allocator what crosses streams when a schedule has S on comm.
     """
 
     def __init__(
@@ -96,6 +96,8 @@ class _Call:
     def shared(self) -> None:
         assert self.kernel.shared_experts is not None
         self.shared_out = self.kernel.shared_experts(self.hidden)
+        if self.kernel.side is not None:
+            self.kernel.side.share(self.hidden, self.shared_out)
 
     def shared_aside(self) -> None:
         assert self.kernel.shared_experts is not None and self.kernel.side is not None

@@ -40,3 +40,8 @@ class SideStream:
         current.wait_event(done)
         self.world.tensors.record_stream(result, current)
         return result
+
+    def share(self, hidden: Any, result: Any) -> None:
+        """The current stream, whichever the schedule chose, has read `hidden` and made `result` for the compute stream."""
+        self.world.tensors.record_stream(hidden, self.world.current_stream())
+        self.world.tensors.record_stream(result, self.world.compute)
