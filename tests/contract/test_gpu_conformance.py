@@ -11,6 +11,8 @@ from dbo.conformance import run_suite
 from gpu.world import launch as launch_processes
 from sim.world import launch as launch_simulated
 
+pytest.importorskip("torch", reason="processes over gloo, and numbers, need torch")
+
 BACKENDS = ("nccl", "deepep_low_latency", "symm_copy")
 
 
