@@ -184,8 +184,9 @@ class DirectExchange:
         """The compiled kernel for these arguments. Triton's own look-up takes longer than a small exchange."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         aligned = tuple(t.data_ptr() % 16 == 0 for t in tensors)
-        key = (*(t.shape for t in tensors[:2]), *args[11:16], tensors[0].dtype, tensors[1].dtype, tensors[2].dtype, aligned,
-               *meta.values())  # fmt: skip
+        # Everything that Triton specialises on: shapes and strides, dtypes, alignment, constants.
+        dtypes = tuple(t.dtype for t in tensors)
+        key = (*(t.shape for t in tensors[:2]), *args[11:16], *dtypes, aligned, *meta.values())
         launcher = self._launchers.get(key)
         if launcher is None:
             compiled = direct_kernel.warmup(*args, grid=(self.tuning.programs,), **meta)
