@@ -70,6 +70,10 @@ CASES = (
     ("a2a_direct", 2, 2, {}),
     ("a2a", 2, 2, {"enable_dbo": False}),
     ("ag_rs", 1, 4, {"cp_kv_cache_interleave_size": 4}),
+    ("a2a_direct", 1, 4, {"enable_dbo": False}),
+    ("a2a", 2, 2, {"cudagraph_mode": "FULL", "capture_sizes": (2, 4, 8)}),
+    ("a2a_direct", 1, 4, {"cudagraph_mode": "FULL", "capture_sizes": (4, 8)}),
+    ("a2a", 1, 2, {"cudagraph_mode": "FULL", "capture_sizes": (4, 8), "enable_dbo": False}),
     ("a2a", 1, 2, {"cudagraph_mode": "FULL", "capture_sizes": (4, 8)}),
     ("a2a_direct", 1, 2, {"cudagraph_mode": "FULL", "capture_sizes": (4, 8), "backend": "deepep_low_latency"}),
 )
