@@ -44,6 +44,11 @@ class DCPLayout:
         whole, rest = divmod(seq_len, self.size * self.interleave)
         return whole * self.interleave + min(rest, self.interleave)
 
+    def count_before(self, position: Any) -> Any:
+        """Keys at positions below `position` that live on this peer, for a torch tensor."""
+        rest = position % (self.size * self.interleave) - self.rank * self.interleave
+        return position // (self.size * self.interleave) * self.interleave + rest.clamp(0, self.interleave)
+
     def positions(self, local: Any) -> Any:
         """Where in the request this peer's `local`-th key stands; an integer or an array of any kind."""
         return (local // self.interleave * self.size + self.rank) * self.interleave + local % self.interleave

@@ -17,7 +17,7 @@ import torch
 from dbo.config import DBOConfig
 from dbo.conformance import require
 from dbo.forward_context import ForwardContext, override_forward_context
-from dbo.moe.interface import ExpertInputs
+from dbo.moe.interface import ExpertInputs, summed
 
 HIDDEN = 2048
 EXPERTS_A_RANK = 4
@@ -135,7 +135,7 @@ def round_trip(backend: str, traffic: Any, world: Any) -> None:
         world.at_point("MLP", layer=0)
         answered = _experts(arrived, world)
         world.at_point("C.send", layer=0)
-        combined = _complete(exchange.finalize_async(answered, weights, topk_ids))
+        combined = summed(_complete(exchange.finalize_async(answered, weights, topk_ids)))
     found = world.tensors.to_host(combined, "conformance")
     factors = np.where(ids >= 0, ids % EXPERTS_A_RANK + 1, 0).sum(1)
     real = (ids >= 0).any(1)

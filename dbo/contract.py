@@ -232,6 +232,12 @@ class World(Protocol):
     def at_point(self, point: str, *, layer: int) -> None:
         """Work that the calling task launches from now on belongs to `point` of `layer`."""
 
+    def launches(self) -> None:
+        """Work at the calling task's point follows on its current stream, where that is not plain from the point alone.
+
+        For worlds that see points, not single operations.
+        """
+
     def in_ubatch(self, ubatch: int, *, step: int) -> None:
         """The calling task now works for `ubatch` (-1: for no ubatch) of `step`."""
 

@@ -105,6 +105,9 @@ class LocalWorld:
     def at_point(self, point: str, *, layer: int) -> None:
         return None
 
+    def launches(self) -> None:
+        return None
+
     def in_ubatch(self, ubatch: int, *, step: int) -> None:
         return None
 

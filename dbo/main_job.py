@@ -14,7 +14,7 @@ from pathlib import Path
 from dbo import registry
 from dbo.check import judge
 from dbo.config import DBOConfig, Workload, effective, validate
-from dbo.errors import NotAvailable, UsageError
+from dbo.errors import NotAvailable, PeerFailed, UsageError
 from dbo.export.chrome import write_trace
 from dbo.job_inputs import (
     SIM_CAPABILITIES,
@@ -78,6 +78,8 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         "backend": config.all2all_backend, "schedule": to_text(schedule), "ubatches": config.num_ubatches,
         "seed": request.seed, "config": effective(config),
     }  # fmt: skip
+    if not launched.trace.meta.get("complete", False) and (cut := _first_error(launched.errors)):
+        launched.trace.meta["why_cut"] = cut
     outcomes = [value or [] for value in launched.values]
     _raise_usage(launched.errors, request)
     steps = step_reports(outcomes)
@@ -99,6 +101,18 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     return result_of(
         request, config, folder, schedule, launched.trace, report, steps, reference, replay, path, warnings
     )
+
+
+def _first_error(errors: Sequence[BaseException | None]) -> str:
+    """The error that began it, in one line: not one of a rank that only lost its peer."""
+    found = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    first = next(((r, e) for r, e in found if not isinstance(e, PeerFailed)), found[0] if found else None)
+    if first is None:
+        return ""
+    rank, error = first
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"rank {rank} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _raise_usage(errors: Sequence[BaseException | None], request: CheckRequest) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dbo.config import DBOConfig, compare_configs, effective
+from dbo.config import DBOConfig, compare_configs, effective, facts
 from dbo.contract import World
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.engine.requests import Request
@@ -199,7 +199,10 @@ def make_prepare_finalize(
     num_experts = model_config.n_routed_experts
     if config.all2all_backend == "deepep_low_latency":
         return DeepEPLowLatencyPrepareAndFinalize(
-            world.low_latency, num_experts=num_experts, max_tokens_per_rank=config.low_latency_max_tokens_per_rank
+            world,
+            world.low_latency,
+            num_experts=num_experts,
+            max_tokens_per_rank=config.low_latency_max_tokens_per_rank,
         )
     # Under graphs no host may wait for counts, in eager steps neither: all steps are then of one kind.
     worst_case, comm_sms = config.cudagraph_mode == "FULL", config.dbo_comm_sms
@@ -212,6 +215,8 @@ def make_prepare_finalize(
             world, world.elastic, num_experts=num_experts, worst_case=worst_case, comm_sms=comm_sms
         )
     if config.all2all_backend == "symm_copy":
+        row_bytes = facts.DTYPE_BYTES[config.dtype] * model_config.hidden_size, 8 * model_config.num_experts_per_tok
+        world.symmetric.reserve(ubatches=config.num_ubatches, rows=config.max_num_batched_tokens, row_bytes=row_bytes)
         return SymmCopyPrepareAndFinalize(world, num_experts=num_experts, worst_case=worst_case)
     if config.all2all_backend == "nccl":
         return NcclPrepareAndFinalize(world, num_experts=num_experts)

@@ -28,6 +28,7 @@ BENCHMARKS = {"sim": "sim.benchmarks:benchmarks"}
 FUZZER = "fuzz.command"
 MACHINES = {"gpu": "gpu.probe:machine"}
 DCP_BENCH_DEVICE = "gpu.dcp_bench"
+MOE_BENCH = "gpu.bench_moe"
 LAYER_KERNELS = {"cuda": "gpu.layer:LAYER"}
 
 
@@ -111,6 +112,20 @@ def dcp_bench_device() -> Any:
     except ImportError as error:
         rule = "the exchange on a device needs its kernels"
         raise NotAvailable(refusal(rule, "install the extra `kernels`, or pass --device cpu", error=error)) from error
+
+
+def moe_bench() -> ModuleType:
+    """What `dbo bench moe` measures with: `cuda_devices()` and `measure(bench)`.
+
+    Raises:
+        NotAvailable: torch or another part of it is missing here.
+    """
+    _refuse_foreign(MOE_BENCH.partition(".")[0])
+    try:
+        return importlib.import_module(MOE_BENCH)
+    except ImportError as error:
+        rule = "the layers of this benchmark are real ones"
+        raise NotAvailable(refusal(rule, "install the extra `torch`", error=error)) from error
 
 
 def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:

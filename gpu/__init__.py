@@ -8,7 +8,8 @@ recorder   the trace of one rank; `merge` makes one trace of all
 alltoall   what stands behind the backends
 graph      full CUDA graphs of a step; `stamp` times their points
 probe      what a machine has and lacks
-check      `python -m gpu.check`, also under torchrun: the conformance suite and the main job
+check      `python -m gpu.check`, also under torchrun: the conformance suite, the main job, planted faults, long runs
+profiled   a run under torch.profiler; `ranges` names what it sees
 
 Importing the package loads nothing heavy.
 """

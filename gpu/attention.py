@@ -7,6 +7,7 @@ many, some cached         expanded: the pages' rows gathered and expanded, torch
 Expanding costs 2 * latent * heads * (nope + value) operations a key and saves 2 * heads * (2 * latent - nope - value) a pair of
 query and key, so it pays from some dozen queries a request on. cuDNN takes keys and values of different widths (flash does
 not) and runs 2.5 times as fast, but its causal mask begins at the first key, and it bakes lengths, so it is for eager steps.
+On a peer of a DCP group few queries take the same kernel, which hands out the log-sum-exp; many take `dbo.model`'s.
 Nothing here waits for the device; in a graph the other two read a replay's own lengths.
 """
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 from dbo.forward_context import get_forward_context
 from dbo.model.attention import LATENT_NORM_EPS, MLAttention, Projected
 from dbo.model.config import ModelConfig
+from dbo.model.dcp_attention import DCPAttention
 from dbo.model.layers import Weights, rms_norm
 from dbo.model.paging import PagedBatch
 from dbo.model.rope import Rotation
@@ -105,7 +107,31 @@ class FusedMLAttention(MLAttention):
         heads, nope, latent = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
         both = latents[:, :latent] @ self.w["kv_b_proj.weight"].t()
         keys = expanded_keys(both, latents, heads=heads, nope=nope, latent=latent)
-        return keys, both.view(len(latents), heads, -1)[..., nope:]
+        return keys, both.view(len(latents), heads, both.shape[1] // heads)[..., nope:]
+
+
+class FusedDCPAttention(DCPAttention, FusedMLAttention):
+    """As `DCPAttention`, with fused kernels for the projection and for few queries a request.
+
+    Many queries take torch's own operations: the keys of a peer are every so many positions of a request, and no fused kernel
+    masks such a triangle.
+    """
+
+    def partial(self, queries: Tensor, cache_rows: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        context, config = get_forward_context(), self.config
+        metadata = context.attn_metadata
+        q_nope, q_rope = queries.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+        latent_queries = torch.bmm(q_nope.transpose(0, 1), self.key_up)
+        if batch.empty or metadata.max_query_len > ABSORBED_QUERIES:
+            return super().partial(torch.cat((latent_queries.transpose(0, 1), q_rope), dim=-1), cache_rows, batch)
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        mixed = mla_decode(
+            latent_queries, queries, cache_rows, block_table=metadata.block_table_tensor,
+            page_size=context.kv_caches[0].shape[1], row_requests=batch.row_queries,
+            queries_per_request=metadata.max_query_len, positions=batch.last_keys, padding_rows=batch.padding_rows,
+            max_keys=metadata.dcp_layout.max_local_len(metadata.max_seq_len), scale=self.scale, lse=lse,
+        )  # fmt: skip
+        return mixed.transpose(0, 1), lse
 
 
 def fresh_lengths(metadata: Any) -> list[int] | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu.bench_layer_parts import LITE, LOADS, WIDE, Bench, Load, Part, Shape
+from gpu.bench_layer_parts import LITE, LOADS, THIN, WIDE, Bench, Load, Part, Shape
 from gpu.bench_timing import Limits, Stopwatch
 from gpu.kernels import grouped_gemm, mla_decode
 from gpu.kernels.expert_rows import TRITON_ROWS
@@ -107,7 +107,7 @@ def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
         for keys, stages, programs in ((64, 3, 132), (64, 3, 264), (32, 5, 264), (32, 4, 528)):
             tuning = mla_decode.Tuning(block_keys=keys, num_stages=stages, programs=programs)
             works[f"core {keys} keys, {stages} stages, {programs} programs"] = partial(core, tuning=tuning)
-    moves, ids = bench.experts.moves, bench.routing[1]
+    moves, ids = TRITON_ROWS, bench.routing[1]
     places, ends = moves.order(ids, bench.shape.experts)
     rows = moves.spread(bench.x, places)
     active = moves.gate_up(rows, bench.gate_up, ends)
@@ -121,6 +121,15 @@ def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
                 **dict(zip(("rows", "columns", "depth", "num_warps", "num_stages"), choice, strict=True))
             )
             works[f"{name} {choice}"] = partial(work, tile=tile)
+    sources = moves.sources(places)
+    works["spread"] = lambda: moves.spread(bench.x, places)
+    for choice in GATHERED_CHOICES[high]:
+        tile = grouped_gemm.Tile(
+            **dict(zip(("rows", "columns", "depth", "num_warps", "num_stages"), choice, strict=True))
+        )
+        works[f"gathered gate up {choice}"] = partial(
+            grouped_gemm.gathered_gate_up, bench.x, sources, bench.gate_up, ends, tile=tile
+        )
     works["gate up torch"] = lambda: TRITON_ROWS.activate(
         torch._grouped_mm(rows, bench.gate_up.transpose(1, 2), offs=ends), ends
     )
@@ -137,6 +146,21 @@ GATE_UP_CHOICES: dict[int, list[Choice]] = {
     64: [(64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 4)],
     128: [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 64, 64, 4, 4), (64, 128, 64, 4, 3)],
 }
+GATHERED_CHOICES: dict[int, list[Choice]] = {
+    16: [(16, 64, 128, 4, 3), (16, 128, 64, 4, 4)],
+    64: [(64, 128, 64, 4, 3), (64, 128, 64, 8, 4), (64, 64, 64, 4, 4)],
+    128: [
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 4, 3),
+        (128, 64, 128, 4, 2),
+        (64, 64, 64, 4, 3),
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 3),
+        (64, 128, 64, 4, 4),
+    ],
+}
 DOWN_CHOICES: dict[int, list[Choice]] = {
     16: [(16, 128, 128, 4, 3), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 256, 64, 4, 3)],
     64: [(64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3)],
@@ -149,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu.bench_layer", description=__doc__)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--tokens", type=int, action="append", help="only batches of so many tokens")
-    parser.add_argument("--shape", choices=("lite", "wide"), help="only this shape")
+    parser.add_argument("--shape", choices=("lite", "wide", "thin"), help="only this shape")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tune", action="store_true", help="also the decode kernel by its knobs")
     options = parser.parse_args(arguments)
@@ -171,7 +195,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     say(f"{device}: product {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e12:.2f} TB/s")
     everything: list[Row] = []
     tuned: dict[str, dict[str, float]] = {}
-    for shape in (s for name, s in (("lite", LITE), ("wide", WIDE)) if options.shape in (None, name)):
+    for shape in (s for name, s in (("lite", LITE), ("wide", WIDE), ("thin", THIN)) if options.shape in (None, name)):
         for load in (load for load in LOADS if not options.tokens or load.tokens in options.tokens):
             bench = Bench(shape, load)
             rows = [measure(part, shape, load, watch, limits) for part in bench.parts()]
@@ -181,8 +205,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 f"\n{shape.name}, {load.tokens} tokens ({kind}, {load.requests} requests, {load.keys} keys)\n{table(rows)}"
             )
             everything += rows
-            if options.tune and shape is LITE and load.tokens != 4096:
-                tuned[str(load.tokens)] = found = tune(bench, watch)
+            if options.tune:
+                tuned[f"{shape.name} {load.tokens}"] = found = tune(bench, watch)
                 say("; ".join(f"{name}: {ms:.4f}" for name, ms in found.items()))
             del bench
             torch.cuda.empty_cache()

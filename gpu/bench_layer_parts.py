@@ -70,6 +70,7 @@ class Load:
 
 LITE = Shape(name="DeepSeek-V2-Lite", hidden=2048, top_k=6, width=1408, shared=2816)
 WIDE = Shape(name="synthetic 7168", hidden=7168, top_k=8, width=256, shared=512)
+THIN = Shape(name="synthetic thin", hidden=7168, top_k=8, width=64, shared=128, heads=2)
 LOADS = (
     Load(requests=64, queries=1, keys=2048),
     Load(requests=512, queries=1, keys=1024),

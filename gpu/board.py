@@ -3,9 +3,12 @@
 Only writers of a rank touch its part, and a row is rewritten in one piece. A reader acts only on rows that have not
 moved for a while, or on log entries, which are written once, so it needs no lock. Nothing here waits or imports torch.
 
-    rank   pid, state, and the first thing that the rank itself found wrong
+    rank   pid, state, the first thing that the rank itself found wrong, and when it came how far
     line   "main", "u0" …: step, layer, ubatch, point, yields, and what it waits for
     log    per communicator the last exchanges: sequence number, operation, and whose they are
+
+All ranks meet in a communicator, but for those named dcp0, dcp1, …: a rank is in one of them, logs it as "dcp" and notes
+who its members are.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dbo.errors import RingError, refusal
 
 LINES = ("main", *(f"u{i}" for i in range(8)))
-GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput", "deepep_v2", "symm_copy")
+GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput", "deepep_v2", "symm_copy", "dcp")
 LOG_ENTRIES = 256
 
 NEW, RUNNING, ENDED, FAILED = range(4)
@@ -37,10 +41,23 @@ _ENTRY = struct.Struct("<iiii16s32s")
 _MAGIC = b"dbo1"
 _STATE_AT = struct.calcsize("<Qiiiii")
 
+MARKS = ("started", "connected", "stepping", "planted")
+"""What a rank notes the time of: its process, its groups and device, its first step, a fault that was planted in it."""
+_MARK = struct.Struct("<d")
+
+_MEMBERS = struct.Struct("<ii")
+
 _FOUND_AT = _RANK.size
+_MARKS_AT = 256
+_MEMBERS_AT = 384
 _LINES_AT = 512
 _LOGS_AT = _LINES_AT + _LINE.size * len(LINES)
 _RANK_BYTES = _LOGS_AT + len(GROUPS) * (8 + LOG_ENTRIES * _ENTRY.size)
+
+
+def log_of(group: str) -> str:
+    """Where the exchanges of `group` are logged; one of `GROUPS`."""
+    return "dcp" if group.startswith("dcp") else group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +156,12 @@ class Board:
         """Every rank's part, by rank."""
         return ((rank, self.rank(rank)) for rank in range(self.ranks))
 
+    def circles(self, group: str) -> list[tuple[int, ...]]:
+        """Who meets whom in the communicators logged as `group`: all ranks in one, or each DCP group apart."""
+        if group != "dcp":
+            return [tuple(range(self.ranks))]
+        return sorted({part.dcp_members() for _, part in self.parts()} - {()})
+
     def failed_peer(self, rank: int) -> tuple[int, str]:
         """Whom `rank` waits for in vain, and why, as far as the board knows: (-1, "") when nobody has failed."""
         for peer, part in self.parts():
@@ -173,6 +196,7 @@ class RankBoard:
         group: str = "", index: int = -1, own: tuple[int, str] = (-1, ""),
     ) -> None:  # fmt: skip
         """Where host line number `line` stands, and what it waits for."""
+        group = log_of(group)
         self._counts[line] += 1
         step, layer, ubatch, point = tags
         own_layer, own_point = own
@@ -191,9 +215,13 @@ class RankBoard:
         at = self._base + _LINES_AT + line * _LINE.size + _STATE_AT
         self._memory[at : at + 4] = _STATES[state]
 
+    def joins_dcp(self, members: Sequence[int]) -> None:
+        """The rank's DCP group consists of `members`, consecutive ranks."""
+        _MEMBERS.pack_into(self._memory, self._base + _MEMBERS_AT, members[0], len(members))
+
     def log(self, group: str, index: int, tags: tuple[int, int, int, str], op: str) -> None:
         """This rank has come to exchange `index` of `group`."""
-        base = self._base + _LOGS_AT + GROUPS.index(group) * (8 + LOG_ENTRIES * _ENTRY.size)
+        base = self._base + _LOGS_AT + GROUPS.index(log_of(group)) * (8 + LOG_ENTRIES * _ENTRY.size)
         step, layer, ubatch, point = tags
         at = base + 8 + (index % LOG_ENTRIES) * _ENTRY.size
         _ENTRY.pack_into(self._memory, at, index, step, layer, ubatch, point.encode()[:16], op.encode()[:32])
@@ -206,6 +234,12 @@ class RankBoard:
             place = (step, layer, ubatch, 0, point.encode()[:16])
             _FOUND.pack_into(self._memory, self._base + _FOUND_AT, *place, kind.encode()[:32], text.encode()[:160])
 
+    def mark(self, name: str) -> None:
+        """One of `MARKS` happens now; its first time is kept."""
+        at = self._base + _MARKS_AT + MARKS.index(name) * _MARK.size
+        if not _MARK.unpack_from(self._memory, at)[0]:
+            _MARK.pack_into(self._memory, at, time.monotonic())
+
     # -- read by the watchdog ---------------------------------------------------------------------------------------
 
     @property
@@ -215,6 +249,12 @@ class RankBoard:
     @property
     def state(self) -> int:
         return int(_RANK.unpack_from(self._memory, self._base)[1])
+
+    def marks(self) -> dict[str, float]:
+        """When what of `MARKS` happened, in seconds of `time.monotonic`, which all processes of a machine share."""
+        at = self._base + _MARKS_AT
+        times = (_MARK.unpack_from(self._memory, at + i * _MARK.size)[0] for i in range(len(MARKS)))
+        return {name: t for name, t in zip(MARKS, times, strict=True) if t}
 
     def lines(self) -> list[Line]:
         """Host lines that have been used."""
@@ -231,12 +271,17 @@ class RankBoard:
                 )  # fmt: skip
         return found
 
-    def entries(self, group: str) -> dict[int, Entry]:
-        """The last exchanges of a communicator, by sequence number."""
-        base = self._base + _LOGS_AT + GROUPS.index(group) * (8 + LOG_ENTRIES * _ENTRY.size)
+    def dcp_members(self) -> tuple[int, ...]:
+        """The ranks of its DCP group; none before it has joined one."""
+        first, count = _MEMBERS.unpack_from(self._memory, self._base + _MEMBERS_AT)
+        return tuple(range(first, first + count))
+
+    def entries(self, group: str, start: int = 0) -> dict[int, Entry]:
+        """The last exchanges of a communicator, by sequence number, from number `start` on."""
+        base = self._base + _LOGS_AT + GROUPS.index(log_of(group)) * (8 + LOG_ENTRIES * _ENTRY.size)
         count = int.from_bytes(self._memory[base : base + 8], "little")
         found = {}
-        for index in range(max(0, count - LOG_ENTRIES), count):
+        for index in range(max(start, count - LOG_ENTRIES), count):
             at = base + 8 + (index % LOG_ENTRIES) * _ENTRY.size
             number, step, layer, ubatch, point, op = _ENTRY.unpack_from(self._memory, at)
             if number == index:

@@ -17,25 +17,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from dbo.compare import compare
-from dbo.config import DBOConfig
-from dbo.conformance import RunCases, run_suite
 from dbo.errors import NotAvailable
-from dbo.export.chrome import read_trace
-from dbo.job_inputs import DEFAULTS, generated_folder
-from dbo.main_job import run as run_main_job
-from dbo.main_job_types import CheckRequest, CheckResult
-from dbo.model.config import load_model_config
-from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
-from dbo.schedule import load_schedule
-from gpu import handoff, plants, probe, soak
-from gpu.linear import linearity
-from gpu.world import launch
+from gpu import handoff, probe
+from gpu.check_parts.edges import check_trace
+from gpu.check_parts.hangs import check_watchdog
+from gpu.check_parts.leftovers import check_leftovers
+from gpu.check_parts.runs import check_conformance, check_job, check_replays, check_soak
+from gpu.check_parts.setup import Found, Setup
+from gpu.world import launch, start_server
+
+PARTS = ("conformance", "job", "graph", "trace", "leftovers", "watchdog", "handoff", "soak")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +43,12 @@ class Row:
     took_s: float
 
 
-class Quiet:
-    """Progress that nobody watches."""
-
-    def stage(self, text: str) -> None:
-        return None
-
-    def step(self, report: Any) -> None:
-        return None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what was asked for and return the exit code."""
     options = _parser().parse_args(argv)
     speaks = os.environ.get("RANK", "0") == "0"
+    if "RANK" not in os.environ:
+        start_server()  # it loads what ranks need while this process asks for devices
     try:
         machine = probe.machine(device=options.device, ranks=options.ranks, share_device=options.share_device)
     except NotAvailable as error:
@@ -93,34 +80,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vehicle", choices=("thread", "greenlet"), default="thread", help="what ubatches are")
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of the long run (default: none)")
-    parser.add_argument(
-        "--only", action="append", help="names of parts: conformance, job, graph, watchdog, handoff, soak"
-    )
+    parser.add_argument("--only", action="append", choices=PARTS, help="parts of the check (default: all)")
     return parser
 
 
 def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[str, ...]) -> Iterator[Row]:
-    device = "cpu" if machine.options["device"] == "cpu" else "cuda"
-    in_place = "RANK" in os.environ  # torchrun: a rank that is ended on purpose would end the whole run
-    wanted = options.only or ["conformance", "job", "graph", "watchdog", "handoff", "soak"]
-    run = partial(launch, ranks=options.ranks, timeout_s=240.0, vehicle=options.vehicle, **machine.options)
+    setup = Setup(
+        run=partial(launch, ranks=options.ranks, timeout_s=240.0, vehicle=options.vehicle, **machine.options),
+        ranks=options.ranks, device="cpu" if machine.options["device"] == "cpu" else "cuda",
+        asked_device=options.device, share_device=options.share_device, backends=backends, model=options.model,
+        in_place="RANK" in os.environ, soak_steps=options.soak,
+    )  # fmt: skip
+    wanted = options.only or PARTS
     if "conformance" in wanted:
-        yield _timed("conformance", partial(_conformance, run, options.ranks, backends, in_place))
+        yield _timed("conformance", partial(check_conformance, setup))
     for backend in backends:
         if "job" in wanted:
-            yield _timed(f"job {backend}", partial(_job, options, backend, "NONE"))
-        if "graph" in wanted and device == "cuda":
-            yield _timed(f"job {backend}, graph", partial(_job, options, backend, "FULL"))
-            yield _timed(f"graph = eager {backend}", partial(_replays, run, options, backend))
-        if "watchdog" in wanted and not in_place:
-            yield _timed(f"watchdog {backend}", partial(_watchdog, partial(run, stall_s=5.0), options, backend))
+            yield _timed(f"job {backend}", partial(check_job, setup, backend, "NONE"))
+        if "graph" in wanted and setup.on_device:
+            yield _timed(f"job {backend}, graph", partial(check_job, setup, backend, "FULL"))
+            yield _timed(f"graph = eager {backend}", partial(check_replays, setup, backend))
+        if "trace" in wanted:
+            yield _timed(f"trace {backend}", partial(check_trace, setup, backend))
+        if "leftovers" in wanted:
+            yield _timed(f"leftovers {backend}", partial(check_leftovers, setup, backend))
+        if "watchdog" in wanted and not setup.in_place:
+            yield _timed(f"watchdog {backend}", partial(check_watchdog, setup, backend))
         if "soak" in wanted and options.soak:
-            yield _timed(f"soak {backend}", partial(_soak, run, options, backend, device))
+            yield _timed(f"soak {backend}", partial(check_soak, setup, backend))
     if "handoff" in wanted:
         yield _timed("hand-over", _handoff)
 
 
-def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Row:
+def _timed(name: str, check: Callable[[], Found]) -> Row:
     start = time.monotonic()
     try:
         passed, what = check()
@@ -137,136 +129,7 @@ def _say(row: Row) -> None:
     sys.stdout.flush()
 
 
-# -- the parts ----------------------------------------------------------------------------------------------------
-
-
-def _conformance(run: Callable[..., Any], ranks: int, backends: tuple[str, ...], in_place: bool) -> tuple[bool, str]:
-    if in_place:
-        launched = run(RunCases(True, backends))
-        problems = [f"{name}: {p}" for value in launched.values for name, p in value or [("launch", "lost")] if p]
-        return not problems, "\n".join(problems) or f"{len(launched.values[0])} cases"
-    results = run_suite(partial(run, stall_s=5.0), ranks=ranks, backends=backends)
-    problems = [f"{r.name}: {r.problem}" for r in results if not r.passed]
-    return not problems, "\n".join([f"{len(results)} cases, {len(problems)} failed", *problems])
-
-
-def _main_job(options: argparse.Namespace, backend: str, graphs: str) -> CheckResult:
-    flags = _flags(options, backend) | ({"cudagraph_mode": "FULL"} if graphs == "FULL" else {})
-    path = Path(f"{os.environ.get('TMPDIR', '/tmp')}/gpu-check-{backend}-{graphs}-{os.environ.get('RANK', 0)}.json")
-    request = CheckRequest(
-        flags=flags, model=options.model, steps=8, device=options.device, share_device=options.share_device, trace=path
-    )
-    return run_main_job(request, Quiet())
-
-
-def _flags(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    carries_any = backend in ("nccl", "symm_copy") or options.device == "cpu"
-    return {
-        "world": "gpu", "data_parallel_size": options.ranks, "all2all_backend": backend,
-        "dtype": "float32" if carries_any else "bfloat16",
-    }  # fmt: skip
-
-
-def _job(options: argparse.Namespace, backend: str, graphs: str) -> tuple[bool, str]:
-    result = _main_job(options, backend, graphs)
-    reference, words = result.reference, [result.verdict.text]
-    words.append(f"tokens {'equal' if reference.tokens_equal else 'DIFFER'}, {reference.ties} ties")
-    words.append(f"logits {reference.max_rel_err:.1e}" if reference.max_rel_err is not None else "no logits")
-    words.append(f"serial bits {'equal' if reference.serial_equal else 'DIFFER'}")
-    words.append(f"order {'as' if reference.order_as_simulated else 'NOT as'} simulated")
-    lines = [", ".join(words)]
-    lines += [f"{v.id}: {v.sentence}" for v in result.violations[:5]]
-    assert result.trace is not None
-    linear = linearity(read_trace(result.trace))
-    lines += list(linear.problems)
-    lines[0] += f", {linear.checked} edges"
-    good = result.verdict.good and bool(reference.serial_equal) and linear.checked > 0 and not linear.problems
-    return good, "\n".join(lines)
-
-
-def _job_of(options: argparse.Namespace, backend: str, **changes: Any) -> RankJob:
-    """A job on the generated model; requests of many lengths, the last rank with the fewest."""
-
-    folder = options.model or generated_folder(CheckRequest(), Quiet())
-    flags = DEFAULTS | _flags(options, backend)
-    if backend == "deepep_low_latency":
-        flags["low_latency_max_tokens_per_rank"] = flags["max_num_batched_tokens"]
-    config = DBOConfig(**(flags | changes.pop("flags", {})))
-    model = load_model_config(folder)
-    requests = changes.pop("requests", 6)
-    many = [
-        [
-            RequestSpec(
-                id=f"{rank}.{i}", max_new_tokens=4 + (5 * i + rank) % 9,
-                prompt_token_ids=tuple((13 * i + 5 * rank + 3 * k) % 250 for k in range(2 + (7 * i) % 23)),
-            )
-            for i in range(requests - (requests // 5) * (rank == options.ranks - 1))
-        ]
-        for rank in range(options.ranks)
-    ]  # fmt: skip
-    return RankJob(
-        config=config, model_config=model, schedule=load_schedule(config.dbo_schedule), requests=many,
-        weights_of=FolderWeights(folder=str(folder), config=model, dtype=config.dtype), keep_logits=True, **changes,
-    )  # fmt: skip
-
-
-def _replays(run: Callable[..., Any], options: argparse.Namespace, backend: str) -> tuple[bool, str]:
-    """The same requests eager and from graphs: the replayed steps, each of another batch, say the same."""
-    eager = _job_of(options, backend)
-    graphs = replace(eager, config=eager.config.replace(cudagraph_mode="FULL"))
-    one, other = (run(RankMain(job), trace=False) for job in (eager, graphs))
-    if any(one.errors) or any(other.errors):
-        return False, f"{one.errors} {other.errors}"
-    steps = [o for o in other.values[0] if o.decision is not None and o.decision.cudagraph_mode == "FULL"]
-    split = sum(o.decision.split for o in steps)
-    said = compare(_by_request(one.values), _by_request(other.values), dtype=eager.config.dtype)
-    what = f"{len(steps)} replays ({split} split), {said.compared} tokens, {said.ties} ties"
-    return said.tokens_equal and split >= 3, f"{what}, logits {said.max_rel_err:.1e}"
-
-
-def _by_request(values: Sequence[Any]) -> dict[str, tuple[list[int], list[Any]]]:
-    found: dict[str, tuple[list[int], list[Any]]] = {}
-    for outcomes in values:
-        for outcome in outcomes or []:
-            for id, token in outcome.tokens.items():
-                tokens, rows = found.setdefault(id, ([], []))
-                tokens.append(token)
-                rows.append(outcome.logits[id])
-    return found
-
-
-def _watchdog(run: Callable[..., Any], options: argparse.Namespace, backend: str) -> tuple[bool, str]:
-    """A rank that leaves out a dispatch, and a ubatch that yields once too little, are named."""
-    lines, good = [], True
-    for planted, ubatch in ((plants.skip_a_dispatch, 1), (plants.drop_a_yield, 0)):
-        start = time.monotonic()
-        launched = run(RankMain(_job_of(options, backend, program_of=plants.OnRank(1, planted))))
-        report = launched.report or {"rank": -1, "ubatch": -1, "point": "", "text": f"no report: {launched.errors}"}
-        named = report["rank"] == 1 and report["ubatch"] == ubatch and bool(report["point"])
-        good = good and named and 0 not in launched.exit_codes
-        lines.append(f"{planted.__name__}: {time.monotonic() - start:.1f} s: {report['text'].splitlines()[0]}")
-    return good, "\n".join(lines)
-
-
-def _soak(run: Callable[..., Any], options: argparse.Namespace, backend: str, device: str) -> tuple[bool, str]:
-    """The same requests with and without DBO, eager and, on a device, with graphs."""
-    steps = options.soak
-    flags = {"cudagraph_mode": "FULL"} if device == "cuda" else {}
-    job = _job_of(options, backend, flags=flags, requests=max(20, steps), max_steps=steps)
-    plain = replace(job, config=job.config.without_dbo())
-    one, other = (run(soak.Soak(j), trace=False) for j in (job, plain))
-    if any(one.errors) or any(other.errors):
-        return False, f"{one.errors} {other.errors}"
-    problems = soak.problems(one.values, other.values)
-    pairs = zip(one.values, other.values, strict=True)
-    same, ties, others = map(sum, zip(*(soak.differing(a, b, dtype=job.config.dtype) for a, b in pairs), strict=True))
-    first = one.values[0]
-    what = f"{first.steps} steps ({first.split} split, {first.graphs} graphs, {first.idle} without a token), "
-    what += f"{same} requests the same, {ties} ties, {others} others"
-    return not problems and not others and same > ties, "\n".join([what, *problems])
-
-
-def _handoff() -> tuple[bool, str]:
+def _handoff() -> Found:
     costs = handoff.measure()
     base, best = costs[0], min(costs[1:], key=lambda cost: cost.median_us)
     words = "; ".join(f"{cost.name} {cost.median_us:.0f} us" for cost in costs)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo.contract import TaskState
+from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.errors import CaptureError, NotAvailable, PeerFailed, refusal
+from dbo.export.profile import range_name
 from dbo.forward_context import get_forward_context
 from gpu.alltoall.gloo_low_latency import GlooLowLatency
 from gpu.board import DEVICE, Board
 from gpu.group import DistGroup
 from gpu.host import ThreadHost
-from gpu.recorder import EXCHANGE_POINTS, HostTask, Recorder, Tags, now_us
+from gpu.ranges import Ranges
+from gpu.recorder import QUIET_POINTS, HostTask, Recorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
 from gpu.tensors import ContextState, DeviceCopyRows, DeviceRowOps, DeviceTensors, TorchTaskState
 
@@ -37,6 +39,9 @@ class GpuWorld:
         keep_trace: record; without it only the board is written.
         shared: other ranks use the same device, so how long an exchange takes says nothing.
         vehicle: ubatches are threads ("thread") or greenlets on the main thread ("greenlet").
+
+    Attributes:
+        at_end: called when the program has returned and the device is done: what may still raise.
     """
 
     mode = "numeric"
@@ -52,14 +57,16 @@ class GpuWorld:
         self.device = device
         self.asynchronous = device.type == "cuda"
         self.measures = self.asynchronous and not shared
-        self._nvtx = self.asynchronous and os.environ.get("DBO_NVTX", "0") == "1"
+        self._ranges = Ranges(nvtx=self.asynchronous)
         self.process_groups = groups
         self.board = board
         self.rows = board.rank(rank) if board is not None else None
         self.trace = Recorder(rank, self.rows, place=_place_in_schedule, stamp=self._stamp, keep=keep_trace)
         self.compute: Any = self._stream("compute")
         self.comm: Any = self._stream("comm")
+        self.side: Any = self._stream("side")
         self.counters: dict[str, int] = {}
+        self.at_end: list[Callable[[], None]] = []
         self.trace.start_line("main", self.compute)
         self._enter_thread()
         self.group = DistGroup(self, "ep", groups.data)
@@ -131,18 +138,24 @@ class GpuWorld:
 
     @cached_property
     def symmetric(self) -> Any:
-        """Copies between ranks; on CPU tensors an exchange over gloo.
-
-        Raises:
-            NotAvailable: on devices, which this build does not do yet.
-        """
+        """Copies between ranks through symmetric memory; on CPU tensors an exchange over gloo."""
         if self.asynchronous:
-            rule = "backend symm_copy runs on CPU tensors and in the simulator"
-            fix = "use another backend, --device cpu or --world sim"
-            raise NotAvailable(refusal(rule, fix, device=self.device))
+            from gpu.alltoall.symmetric_copies import DeviceCopies
+
+            return DeviceCopies(self, self.process_groups.data, self.process_groups.low_latency)
         from gpu.alltoall.gloo_copies import GlooCopies
 
         return GlooCopies(self, self.process_groups.low_latency)
+
+    def context_parallel(self, shape: DCPShape) -> ContextParallel:
+        """This rank's end of its DCP group; called once, on all ranks, before the first step.
+
+        Raises:
+            NotAvailable: ranks share a device, or the direct exchange is asked for on CPU tensors.
+        """
+        from gpu.dcp_group import context_parallel
+
+        return context_parallel(self, shape)
 
     def _refuse_on_cpu(self, backend: str) -> None:
         if not self.asynchronous:
@@ -224,26 +237,30 @@ class GpuWorld:
 
     def at_point(self, point: str, *, layer: int) -> None:
         task = self.trace.task
-        if self._nvtx:
-            self._mark(task, point)
+        self._mark(task, point, layer)
         self.trace.end_visit(task)
         task.tags = (task.tags[0], layer, task.tags[2], point)
         if point:
             self.trace.on_line("point", point, {})
         self.trace.notice(task, at_point=True)
-        if point not in EXCHANGE_POINTS:
+        if point not in QUIET_POINTS:
             self.trace.launches()
 
-    def _mark(self, task: HostTask, point: str) -> None:
-        """An NVTX range for what the line launches until its next point: rank/ubatch/point."""
-        if task.marked:
-            torch.cuda.nvtx.range_pop()
-        task.marked = bool(point)
-        if point:
-            torch.cuda.nvtx.range_push(f"{self.rank}/{task.tags[2]}/{point}")
+    def launches(self) -> None:
+        self.trace.launches()
+
+    def _mark(self, task: HostTask, point: str, layer: int = -1) -> None:
+        """For profilers, a range around what the line launches until its next point."""
+        if task.range is not None:
+            self._ranges.close(task.range)
+            task.range = None
+        if point and self._ranges.wanted:
+            step, _, ubatch, _ = task.tags
+            task.range = self._ranges.open(range_name(self.rank, ubatch, point, step, layer))
 
     def in_ubatch(self, ubatch: int, *, step: int) -> None:
         task = self.trace.task
+        self._mark(task, "")
         self.trace.end_visit(task)
         task.tags, task.own = (step, -1, ubatch, ""), (-1, "")
         self.trace.notice(task)
@@ -255,6 +272,7 @@ class GpuWorld:
         task = self.trace.task
         self.trace.end_visit(task)
         task.tags = tags
+        self._mark(task, tags[3], tags[1])
 
     def set_real_tokens(self, tokens: int) -> None:
         self.trace.task.real_tokens = tokens
@@ -291,6 +309,10 @@ class GpuWorld:
             raise RuntimeError("a step recovers only after it has failed")
         raise self._error
 
+    def forgive(self) -> None:
+        """Forget what failed: whoever called `fail` by itself, on every rank alike, goes on."""
+        self._error = None
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -298,6 +320,8 @@ class GpuWorld:
         if self.asynchronous:
             torch.cuda.synchronize(self.device)
             self.collect_stamps()
+        for check in self.at_end:
+            check()
         self.host.close()
         self.trace.resolve(self._to_us)
 

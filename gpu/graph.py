@@ -9,6 +9,7 @@ the next replay. With a trace, the graph writes its own timestamps (`gpu.stamp`)
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from gpu.recorder import Captured, Replayed
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
 
-_POOLS: dict[int, Any] = {}
+_POOLS: dict[int, tuple[Any, weakref.WeakSet[CudaGraph]]] = {}
+"""By device: the pool of all graphs captured there, and who is in it. Memory of a pool is freed with its last graph."""
 
 
 class CudaGraph:
@@ -55,7 +57,7 @@ class CudaGraph:
         before = dict(world.counters)
         has_clock = world.trace.keeps and world.stamps is not None
         captured = world.trace.begin_capture(before, has_clock=has_clock)
-        pool = _pool(world.device)
+        pool = _pool(world.device, self)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # a collection could free, inside the capture, what a capture must not free
@@ -138,8 +140,16 @@ class CudaGraph:
         torch.cuda.synchronize(self.world.device)
 
 
-def _pool(device: torch.device) -> Any:
-    """The memory pool of all graphs of this process on `device`."""
-    if device.index not in _POOLS:
-        _POOLS[device.index] = torch.cuda.graph_pool_handle()
-    return _POOLS[device.index]
+def _pool(device: torch.device, graph: CudaGraph) -> Any:
+    """The memory pool of all graphs of this process on `device`, which `graph` joins. Empty ones are not used again."""
+    pool, members = _POOLS.get(device.index, (None, weakref.WeakSet[CudaGraph]()))
+    if pool is None or not members:
+        pool = torch.cuda.graph_pool_handle()
+        _POOLS[device.index] = pool, members
+    members.add(graph)
+    return pool
+
+
+def forget_pool(device: torch.device) -> None:
+    """Graphs captured from now on share another pool: the old one is freed with the last graph in it."""
+    _POOLS.pop(device.index, None)

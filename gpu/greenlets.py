@@ -169,6 +169,7 @@ class GreenletWorker:
                 work()
             except BaseException as error:  # also what must not end a line that others will wait for
                 self.error = error
+            work = None  # as in `gpu.host.ThreadWorker`
             self._end.give()
         self._end.give()  # returning goes on in the greenlet that made this one: the one that stops it
 

@@ -89,12 +89,15 @@ class Exchanges:
     """Numbers the device exchanges of one communicator, and puts each on the board and in the trace.
 
     Args:
-        name: one of `gpu.board.GROUPS`.
+        name: one of `gpu.board.GROUPS`, or of a DCP group.
+        members: its ranks; None: all.
     """
 
-    def __init__(self, world: GpuWorld, name: str) -> None:
+    def __init__(self, world: GpuWorld, name: str, members: Sequence[int] | None = None) -> None:
         self.world = world
         self.name = name
+        everybody = members is None or len(members) == world.size
+        self._ranks = world.size if members is None or everybody else list(members)
 
     @contextmanager
     def exchange(self, op: str, signature: dict[str, Any]) -> Iterator[None]:
@@ -106,7 +109,7 @@ class Exchanges:
         recorder = self.world.trace
         place = {"group": self.name, "index": index, "op": op}
         recorder.device(
-            "collective", op, attrs={**place, **signature, "tag": list(recorder.task.tags), "ranks": self.world.size}
+            "collective", op, attrs={**place, **signature, "tag": list(recorder.task.tags), "ranks": self._ranks}
         )
         recorder.came(self.name, index, op)
         recorder.waits(board.COLLECTIVE, f"collective {op}", self.name, index)

@@ -140,6 +140,7 @@ class ThreadWorker:
             except BaseException as error:  # also what must not end a thread that others will wait for
                 self.error = error
             finally:
+                work = None  # with it go the step's contexts and, after an error, the frames that it was raised through
                 self._end.give()
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from dbo.moe.grouped_experts import RowMoves
-from gpu.attention import FusedMLAttention
-from gpu.kernels import layer_rows
+from dbo.moe.interface import PartialSums
+from dbo.moe.symm_copy import CopyRows
+from gpu.attention import FusedDCPAttention, FusedMLAttention
+from gpu.kernels import copy_rows, layer_rows
 from gpu.kernels.expert_rows import TRITON_ROWS
 
 
@@ -27,18 +29,25 @@ class LayerKernels:
     """Each with the signature and the rounding of what it replaces.
 
     Attributes:
-        rms_norm, gated: as in `dbo.model.layers`.
+        rms_norm, add_rms_norm, add_three, gated: as in `dbo.model.layers`. adds_partial, add_partial_sums: `add_three` of
+            partial sums, where they are few enough.
         gate_logits: `[T, H]` hidden and `[E, H]` weight to `[T, E]` fp32. route: see `gpu.kernels.layer_rows`.
-        rows: how rows come to their experts and back.
-        attention: the class of a layer's attention.
+        rows: how rows come to their experts and back. copy_rows: what is around the copies of backend `symm_copy`.
+        attention, dcp_attention: the classes of a layer's attention, alone and on a peer of a DCP group.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = layer_rows.rms_norm
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = layer_rows.add_rms_norm
+    add_three: Callable[[Tensor, Tensor, Tensor], Tensor] = layer_rows.add_three
+    adds_partial: Callable[[PartialSums], bool] = copy_rows.adds_partial
+    add_partial_sums: Callable[[Tensor, PartialSums, Tensor], Tensor] = copy_rows.add_partial_sums
     gated: Callable[[Tensor], Tensor] = layer_rows.gated
     gate_logits: Callable[[Tensor, Tensor], Tensor] = gate_logits
     route: Callable[..., Any] = layer_rows.route
     rows: RowMoves = TRITON_ROWS
+    copy_rows: CopyRows = copy_rows.TRITON_COPY_ROWS
     attention: type[FusedMLAttention] = FusedMLAttention
+    dcp_attention: type[FusedDCPAttention] = FusedDCPAttention
 
 
 LAYER = LayerKernels()

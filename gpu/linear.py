@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from dbo.check.happens import HappensBefore
 from dbo.trace import Record, Trace
 
+SIDE = "side"
+"""Shared experts on the side stream, in the place of a point: from A1 of a layer to the A0 of the next one."""
+
 CONSUMERS: dict[str, tuple[str, ...]] = {
     "A0": ("A1",),
-    "A1": ("D.send", "S"),
+    "A1": ("D.send", "S", SIDE),
     "D.send": ("D.recv", "MLP"),
     "D.recv": ("MLP",),
     "MLP": ("C.send",),
@@ -33,16 +36,38 @@ _MARKERS = frozenset(("record", "wait", "collective"))
 
 
 @dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A bad edge.
+
+    Attributes:
+        kind: "unordered" | "late" | "time".
+        rank, step, layer, ubatch, point: of the work at the edge's later end.
+        text: one sentence.
+    """
+
+    kind: str
+    text: str
+    rank: int
+    step: int
+    layer: int
+    ubatch: int
+    point: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
 class Linearity:
     """What was found.
 
     Attributes:
         checked: pairs of points, events and edges that were looked at.
-        problems: sentences, the first of each kind.
+        problems: the first of each kind.
     """
 
     checked: int
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def linearity(trace: Trace) -> Linearity:
@@ -50,32 +75,37 @@ def linearity(trace: Trace) -> Linearity:
     happens = HappensBefore(trace)
     checked, problems = 0, []
     for found in (_unordered(trace, happens), _late_events(trace, happens), _against_time(trace)):
-        first: str | None = None
-        for sentence in found:
+        first: Problem | None = None
+        for problem in found:
             checked += 1
-            first = first or sentence
-        if first:
+            first = first or problem
+        if first is not None:
             problems.append(first)
     return Linearity(checked=checked, problems=tuple(problems))
 
 
-def _unordered(trace: Trace, happens: HappensBefore) -> Iterator[str]:
-    """For each producer and consumer: "" when streams and events order them, else the missing edge."""
+def _unordered(trace: Trace, happens: HappensBefore) -> Iterator[Problem | None]:
+    """For each producer and consumer: None when streams and events order them, else the missing edge."""
     visits: dict[tuple[int, int, int, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in trace.records:
         if record.on_device and record.kind not in _MARKERS and record.ubatch >= 0 and record.point:
-            visits[record.rank, record.step, record.layer, record.ubatch][record.point].append(record)
+            point = SIDE if record.line == SIDE else record.point
+            visits[record.rank, record.step, record.layer, record.ubatch][point].append(record)
     device = HappensBefore(device_order(trace))
     for place, points in visits.items():
-        for producer, consumers in CONSUMERS.items():
-            for consumer in consumers:
-                if producer in points and consumer in points:
-                    a, b = points[producer][-1], points[consumer][0]
-                    if device.ordered(a.id, b.id):
-                        yield ""
-                    else:
-                        where = "rank {} step {} layer {} ubatch {}".format(*place)
-                        yield f"{where}: {consumer} is not ordered after {producer}; {happens.missing_edge(a.id, b.id)}"
+        rank, step, layer, ubatch = place
+        following = visits.get((rank, step, layer + 1, ubatch), {})
+        pairs = [(p, c, points) for p, consumers in CONSUMERS.items() for c in consumers] + [(SIDE, "A0", following)]
+        for producer, consumer, there in pairs:
+            if producer in points and consumer in there:
+                a, b = points[producer][-1], there[consumer][0]
+                if device.ordered(a.id, b.id):
+                    yield None
+                else:
+                    missing = happens.missing_edge(a.id, b.id)
+                    yield _problem(
+                        "unordered", b, f"{consumer} is not ordered after {producer}; {missing}", point=consumer
+                    )
 
 
 def device_order(trace: Trace) -> Trace:
@@ -97,7 +127,7 @@ def device_order(trace: Trace) -> Trace:
     return Trace(meta=trace.meta, records=records)
 
 
-def _late_events(trace: Trace, happens: HappensBefore) -> Iterator[str]:
+def _late_events(trace: Trace, happens: HappensBefore) -> Iterator[Problem | None]:
     """For each event that another stream waits for: whether the last work before it is the recorder's own."""
     for wait in trace.of_kind("wait"):
         if wait.ubatch < 0:
@@ -109,16 +139,24 @@ def _late_events(trace: Trace, happens: HappensBefore) -> Iterator[str]:
         while work is not None and work.kind in _MARKERS:
             work = happens.previous_on_line(work.id)
         if work is None or work.ubatch < 0 or work.ubatch == marker.ubatch or work.step != marker.step:
-            yield ""
+            yield None
         else:
-            where = f"rank {wait.rank} step {wait.step} layer {wait.layer} ubatch {wait.ubatch}"
-            yield (
-                f"{where}: {wait.point or wait.name} waits for {work.point} of ubatch {work.ubatch} too, since event "
-                f"{marker.name} was recorded after the baton had been passed"
-            )
+            yield _problem(
+                "late", wait,
+                f"{wait.point or wait.name} waits for {work.point} of ubatch {work.ubatch} too, since event "
+                f"{marker.name} was recorded after the baton had been passed",
+            )  # fmt: skip
 
 
-def _against_time(trace: Trace) -> Iterator[str]:
+def _problem(kind: str, record: Record, what: str, *, point: str = "") -> Problem:
+    where = f"rank {record.rank} step {record.step} layer {record.layer} ubatch {record.ubatch}"
+    return Problem(
+        kind=kind, rank=record.rank, step=record.step, layer=record.layer, ubatch=record.ubatch,
+        point=point or record.point, text=f"{where}: {what}",
+    )  # fmt: skip
+
+
+def _against_time(trace: Trace) -> Iterator[Problem | None]:
     """For each edge between two pieces of device work of one rank: whether the measured times agree with it."""
     timed = {r.id: r for r in trace.records if r.on_device and r.kind not in _MARKERS and r.dur_us > 0}
     for record in timed.values():
@@ -128,6 +166,7 @@ def _against_time(trace: Trace) -> Iterator[str]:
                 continue
             late_us = before.end_us - record.t_us
             if late_us <= CLOCK_SLACK_US:
-                yield ""
+                yield None
             else:
-                yield f"{record.name} (#{record.id}) starts {late_us:.1f} us before {before.name} (#{id}) has ended"
+                what = f"{record.name} (#{record.id}) starts {late_us:.1f} us before {before.name} (#{id}) has ended"
+                yield _problem("time", record, what)

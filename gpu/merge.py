@@ -42,17 +42,20 @@ def merge(parts: Sequence[RankRecords | None], meta: Mapping[str, Any]) -> Trace
 def _members(parts: Sequence[RankRecords | None]) -> dict[Meet, dict[int, int]]:
     """Complete meetings: who came with which record (local ids)."""
     came: dict[Meet, dict[int, int]] = defaultdict(dict)
+    expected: dict[Meet, int] = {}
     for rank, part in enumerate(parts):
         for record in part.records if part else ():
             meet = meet_of(record)
             if meet is not None:
                 came[meet][rank] = record.id
-    return {meet: ids for meet, ids in came.items() if len(ids) == len(parts)}
+                ranks = record.attrs.get("ranks")  # their number, or which of the run's they are
+                expected[meet] = len(ranks) if isinstance(ranks, list) else len(parts)
+    return {meet: ids for meet, ids in came.items() if len(ids) == expected[meet]}
 
 
 def meet_of(record: Record) -> Meet | None:
     """The meeting that a record comes to as a member."""
-    if record.kind == "collective":
+    if record.kind in ("collective", "transfer"):
         return record.attrs["group"], record.attrs["index"]
     return ("low_latency", record.attrs["call"]) if record.kind == "send" else None
 
@@ -105,9 +108,11 @@ def _emit(
             if id in arrivals and id not in done and all(a in done for a in arrivals[id]):
                 group, index = names[id]
                 t_us = max(times[a] for a in arrivals[id])
+                members = [a % len(rows) for a in arrivals[id]]
+                some = {"members": members} if len(members) < len(rows) else {}
                 trace.records.append(
                     Record(id, -1, group, "meet", f"{group}#{index}", t_us=t_us, after=tuple(arrivals[id]),
-                           attrs={"group": group, "index": index})
+                           attrs={"group": group, "index": index, **some})
                 )  # fmt: skip
                 done.add(id)
         record.after = tuple(id for id in record.after if id in done)

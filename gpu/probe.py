@@ -108,8 +108,11 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
         num_sms=min(d.num_sms for d in used), num_devices=ranks,
         memory_bytes=min(d.memory_bytes for d in used) // (ranks if share_device else 1),
     )  # fmt: skip
-    v1 = ("deepep_low_latency", "deepep_high_throughput") if deep_ep_version()[0] == "V1" else ()
-    backends = v1 if share_device else ("nccl", *v1)
+    shared: tuple[str, ...] = ("symm_copy",) if _cuda_bindings().there else ()
+    library = deep_ep_version()[0]
+    shared += ("deepep_low_latency", "deepep_high_throughput") if library == "V1" else ()
+    alone = ("nccl", "deepep_v2") if library == "V2" and nccl_version()[:3] >= V2_NCCL else ("nccl",)
+    backends = shared if share_device else (*alone, *shared)
     return Machine(
         limits=limits, capabilities=(), options={"device": "cuda", "share_device": share_device}, backends=backends
     )
@@ -124,6 +127,7 @@ def probe() -> Found:
         "greenlet": _library("greenlet", "pip install greenlet; without it tasks of the simulator are threads"),
         "triton": _library("triton", "pip install 'dual-batch-overlap[kernels]'"),
         "cuda": _cuda(devices),
+        "cuda_bindings": _cuda_bindings(),
         "gloo": _gloo(),
         "nccl": _nccl(),
         "deep_ep": _deep_ep(),
@@ -186,8 +190,11 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
         there=v2 and right_nccl and two, what=deep_ep.what, fix="; ".join(needs + ["show a second device"] * (not two))
     )
     reach = "every device reaches every other" if peers else "no peer access between devices"
+    driver = libraries["cuda_bindings"]
     backends["symm_copy"] = Answer(
-        there=False, what=f"{reach}; not built for devices yet", fix="use --device cpu or --world sim"
+        there=driver.there and (peers or not two),
+        what=f"{reach}{shared}" if two else f"one device{shared}",
+        fix=driver.fix if peers or not two else "use nccl, or --share-device",
     )
     return backends
 
@@ -227,6 +234,12 @@ def _cuda(devices: tuple[Device, ...]) -> Answer:
         there=False, what=why or f"{version or 'torch without CUDA'}, no visible device",
         fix="install torch for CUDA and a driver, and set CUDA_VISIBLE_DEVICES",
     )  # fmt: skip
+
+
+def _cuda_bindings() -> Answer:
+    """The driver's stream memory operations, behind backend symm_copy; CUDA builds of torch bring the package."""
+    answer, why = _try(lambda: importlib.import_module("cuda.bindings.driver") is not None, False)
+    return Answer(there=answer, what="installed" if answer else why, fix="" if answer else "pip install cuda-bindings")
 
 
 def _gloo() -> Answer:

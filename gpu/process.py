@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,13 @@ class Groups:
     control: Any
     data: Any
     low_latency: Any
+    timeout: timedelta = timedelta(seconds=600)
+
+    def make(self, ranks: Sequence[int], device: torch.device) -> Any:
+        """A group of some ranks that moves the device's data; every rank of the run calls this, in the same order."""
+        if device.type == "cpu":
+            return dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
+        return dist.new_group(list(ranks), backend="nccl", timeout=self.timeout, device_id=device)
 
 
 @dataclass(kw_only=True)
@@ -77,6 +85,7 @@ def main(spec: RankSpec) -> None:
     watched = board.Board.open(spec.folder / "board")
     rows = watched.rank(spec.rank)
     rows.set_state(board.RUNNING, os.getpid())
+    rows.mark("started")
     left = run(spec, watched, store=dist.FileStore(str(spec.folder / "store"), spec.ranks))
     transport.write(spec.left_at("out"), left)
     rows.set_state(board.ENDED if left.error is None else board.FAILED, os.getpid())
@@ -108,6 +117,8 @@ def run(spec: RankSpec, watched: board.Board | None, store: Any) -> Left:
         )  # fmt: skip
         left.records, left.buffers, left.meets = world.trace.records, world.trace.buffers, world.trace.meets
         _answer_dump_requests(spec, left)
+        if watched is not None:
+            watched.rank(spec.rank).mark("connected")
         left.value = pickle.loads(spec.program)(world)
         world.close()
     except BaseException as error:
@@ -147,7 +158,7 @@ def make_groups(spec: RankSpec, device: torch.device, store: Any) -> Groups:
         data = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
     control, low_latency = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     dist.barrier(group=control)  # nobody begins, and fails, while a peer still connects
-    return Groups(control=control, data=data, low_latency=low_latency)
+    return Groups(control=control, data=data, low_latency=low_latency, timeout=timeout)
 
 
 def _answer_dump_requests(spec: RankSpec, left: Left) -> None:
@@ -160,6 +171,7 @@ def _answer_dump_requests(spec: RankSpec, left: Left) -> None:
         # Read-write, so that opening does not wait for a writer.
         handle = os.open(fifo, os.O_RDWR)
         while os.read(handle, 1):
+            spec.left_at("heard").touch()
             kept = Left(records=list(left.records), buffers=dict(left.buffers), meets=list(left.meets))
             transport.write(spec.left_at("part"), kept)
 

@@ -2,7 +2,7 @@
 
 Device work is recorded by *visits*: one record for a stretch of work that one host line launches at one point, on one
 stream. A visit begins when the line reaches a point where the model computes, or with the first launch at a point that
-belongs to an exchange (some backends launch nothing there); it ends with the next point, yield, event or exchange.
+may have none (some backends launch nothing there); it ends with the next point, yield, event or exchange.
 
 `after` names records of this rank. A number below 0 stands for a meeting of all ranks (`meet_reference`); `gpu.merge`
 puts the real one in its place.
@@ -24,8 +24,8 @@ Tags = tuple[int, int, int, str]
 Stamp = Any
 """When something happened: microseconds on the host's clock, or a device event that knows."""
 
-EXCHANGE_POINTS = frozenset(("", "D.send", "D.recv", "C.send", "C.recv"))
-"""Points where the model itself launches nothing: whether the backend does is its own business."""
+QUIET_POINTS = frozenset(("", "D.send", "D.recv", "C.send", "C.recv", "S", "copy"))
+"""Points where the model itself may launch nothing: the backend, or who runs the shared experts, says that it does."""
 
 _ENDS_A_VISIT = frozenset(("yield", "ubatch.exit", "step.end", "error", "join"))
 
@@ -77,7 +77,7 @@ class HostTask:
     yields: int = 0
     played: int = 0
 
-    marked: bool = False
+    range: Any = None
     own: tuple[int, str] = (-1, "")
     row: int = -1
 
@@ -158,6 +158,8 @@ class Recorder:
             self.end_visit(task)
             if kind == "yield":
                 self.notice(task)
+        elif kind == "step.begin" and self.rows is not None:
+            self.rows.mark("stepping")
         if not self._keep:
             return -1
         step, layer, ubatch, point = task.tags

@@ -14,12 +14,32 @@ _KINDS = {board.BATON: "baton", board.BARRIER: "barrier", board.JOIN: "join", bo
 
 
 def waiters_of(watched: Board) -> tuple[list[Waiter], list[Node]]:
-    """Every line that waits, and the lines that run."""
+    """Every line that waits, and the lines that run.
+
+    Three things run beside lines that say so. A rank that has come to nothing yet is on its way. A communicator is at work
+    for an exchange that all have come to: its first one may set up connections or compile kernels for seconds. And a
+    device may be at work, or wait for what a peer has announced, as long as some host of a peer does not wait.
+    """
     lines = {rank: part.lines() for rank, part in watched.parts() if _lives(part)}
     logs = {rank: {group: part.entries(group) for group in GROUPS} for rank, part in watched.parts()}
-    waiters = [_waiter(rank, line, lines, logs) for rank, own in lines.items() for line in own if line.waits]
+    waiters = [
+        _waiter(rank, line, lines, _as_seen_by(rank, logs, watched))
+        for rank, own in lines.items() for line in own if line.waits
+    ]  # fmt: skip
     running = [(rank, line.name) for rank, own in lines.items() for line in own if line.state == board.BUSY]
+    running += [(rank, "main") for rank, own in lines.items() if not own]
+    running += [need for waiter in waiters for need in waiter.needs if need[1] in GROUPS]
+    acting = {rank for rank, _ in running}
+    running += [(w.rank, "compute") for w in waiters if (w.rank, "compute") in w.needs and acting - {w.rank}]
     return waiters, running
+
+
+def _as_seen_by(
+    rank: int, logs: dict[int, dict[str, dict[int, Entry]]], watched: Board
+) -> dict[int, dict[str, dict[int, Entry]]]:
+    """The logs without those that `rank` has no part in: ranks of other DCP groups look as if they had come along."""
+    peers = next((circle for circle in watched.circles("dcp") if rank in circle), ())
+    return {r: own if r in peers else own | {"dcp": logs[rank]["dcp"]} for r, own in logs.items()}
 
 
 def text_of(waiters: list[Waiter], running: list[Node]) -> tuple[tuple[Waiter, ...], str] | None:
@@ -43,10 +63,15 @@ def _waiter(
         mismatch = _mismatch(group, index, logs)
         if mismatch:
             needs = [(r, _line_of(r, lines)) for r in sorted(lines) if r != rank]
+        elif not missing:
+            needs = [(rank, group)]
     else:
         wanted = "u" if line.state == board.JOIN else ""
         needs = [(rank, o.name) for o in lines[rank] if o.name != line.name and o.name.startswith(wanted)]
         needs = [n for n in needs if _in_step(n[1], lines[rank])]
+        if line.state == board.BATON:  # who has started the ring and waits for its end gives no baton
+            joining = [(rank, o.name) for o in lines[rank] if o.state == board.JOIN]
+            needs = [n for n in needs if n not in joining]
     needs += [(r, _line_of(r, lines)) for r in missing]
     return Waiter(
         rank=rank, line=line.name, what=line.what, needs=tuple(needs), any_of=line.state == board.BATON,
@@ -106,30 +131,41 @@ class Differing:
     text: str
 
 
-def differing_exchange(watched: Board) -> Differing | None:
-    """The first sequence number of a communicator at which what ranks are doing differs."""
-    logs = {rank: {group: part.entries(group) for group in GROUPS} for rank, part in watched.parts()}
-    lines = {rank: part.lines() for rank, part in watched.parts()}
-    for group in GROUPS:
+def differing_exchange(watched: Board, agreed: dict[str, int] | None = None) -> Differing | None:
+    """The first sequence number of a communicator at which what ranks are doing differs.
+
+    Args:
+        watched: the board.
+        agreed: by communicator and first rank, a number below which all exchanges are known to be alike; raised here, so
+            that one who asks again and again looks at each exchange once.
+    """
+    agreed = {} if agreed is None else agreed
+    apart = [(group, circle) for group in GROUPS for circle in watched.circles(group)]
+    for group, circle in apart:
         if group == "dp.cpu":
             continue  # host-level: steps that drift are the coordination's own finding
-        common = sorted(set.union(*(set(logs[r][group]) for r in logs)))
-        for index in common:
-            came = {r: logs[r][group][index] for r in sorted(logs) if index in logs[r][group]}
+        key, parts = f"{group}/{circle[0]}", [(rank, watched.rank(rank)) for rank in circle]
+        known = {rank: part.entries(group, agreed.get(key, 0)) for rank, part in parts}
+        settled = True
+        for index in sorted(set().union(*known.values())):
+            came = {rank: entries[index] for rank, entries in known.items() if index in entries}
             if len({entry.signature for entry in came.values()}) > 1:
-                return _blame(group, index, came, logs, lines)
+                logs = {rank: part.entries(group) for rank, part in parts}
+                return _blame(group, index, came, logs, {rank: part.lines() for rank, part in parts})
+            settled = settled and len(came) == len(circle)
+            if settled:
+                agreed[key] = index + 1
     return None
 
 
 def _blame(
-    group: str, index: int, came: dict[int, Entry], logs: dict[int, dict[str, dict[int, Entry]]],
-    lines: dict[int, list[Line]],
+    group: str, index: int, came: dict[int, Entry], logs: dict[int, dict[int, Entry]], lines: dict[int, list[Line]]
 ) -> Differing:  # fmt: skip
     """Who skipped: a rank that stands beyond an exchange that a peer is in, and never came to it."""
     shown = ", ".join(f"rank {r} at {_show(entry)}" for r, entry in came.items())
     for entry in came.values():
         for rank, own in came.items():
-            if own.tag != entry.tag and _passed(lines[rank], entry) and not _came(logs[rank][group], entry):
+            if own.tag != entry.tag and _passed(lines[rank], entry) and not _came(logs[rank], entry):
                 text = f"group {group} #{index}: {shown}; rank {rank} skipped {_show(entry)}"
                 return Differing(rank=rank, entry=entry, text=text)
     counts = [entry.signature for entry in came.values()]

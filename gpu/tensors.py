@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dbo import registry
 from dbo.moe.nccl_ops import TorchRowOps
 from dbo.moe.symm_copy_ops import TorchCopyRows
 
@@ -52,9 +53,10 @@ class DeviceTensors:
         target.copy_(source)
 
     def record_stream(self, array: torch.Tensor, stream: Any) -> None:
+        # Also in a capture, where a freed array's bytes may go to the next kernel captured on its own stream: with other
+        # streams on record they stay with it until the capture ends.
         cuda = getattr(stream, "cuda", None)
-        if cuda is not None and not torch.cuda.is_current_stream_capturing():
-            # In a capture the graph's own pool keeps everything until the capture ends.
+        if cuda is not None:
             array.record_stream(cuda)
 
 
@@ -81,28 +83,33 @@ class DeviceRowOps(TorchRowOps):
         return super().reduce(*args)
 
 
-class DeviceCopyRows(TorchCopyRows):
+class DeviceCopyRows:
     """Kernels around copies that say when they launch something at an exchange's point."""
 
     def __init__(self, world: GpuWorld) -> None:
-        super().__init__()
+        kernels = registry.layer_kernels(world.device.type)
+        self._rows = TorchCopyRows() if kernels is None else kernels.copy_rows
         self._world = world
 
     def counts(self, *args: Any) -> Any:
         self._world.trace.launches()
-        return super().counts(*args)
+        return self._rows.counts(*args)
 
     def pack(self, *args: Any) -> Any:
         self._world.trace.launches()
-        return super().pack(*args)
+        return self._rows.pack(*args)
+
+    def route(self, *args: Any) -> Any:
+        self._world.trace.launches()
+        return self._rows.route(*args)
 
     def unpack(self, *args: Any) -> Any:
         self._world.trace.launches()
-        return super().unpack(*args)
+        return self._rows.unpack(*args)
 
     def reduce(self, *args: Any) -> Any:
         self._world.trace.launches()
-        return super().reduce(*args)
+        return self._rows.reduce(*args)
 
 
 class TorchTaskState:

@@ -21,9 +21,15 @@ from gpu import board
 from gpu.board import Board, is_alive
 from gpu.stuck import Differing, differing_exchange, text_of, waiters_of
 
-POLL_S = 0.05
+POLL_S = 0.02
 SLOW = 5
-"""A line that computes and does not move may be slow: it gets so many times the patience before its peers are told."""
+"""A line that computes and does not move may be slow: it gets so many times the patience, unless told otherwise."""
+GRACE_S = 0.3
+"""What cannot end well stays so: this long, in case what others still write says more."""
+FAILED_GRACE_S = 1.0
+"""After an error the peers notice by themselves and leave their own word, which takes a little longer."""
+HEAR_S, ANSWER_S = 0.5, 5.0
+"""A rank that holds its interpreter's lock does not hear the watchdog; one that does may have a long trace to write."""
 
 
 @dataclass(kw_only=True)
@@ -31,11 +37,12 @@ class Report:
     """Why a run was ended.
 
     Attributes:
-        reason: "stalled" | "died" | "failed" | "differing" | "unequal-yields".
+        reason: "stalled" | "died" | "failed" | "differing" | "unequal-yields" | "launcher gone".
         rank, ubatch, point, step, layer: where it began, as far as the board tells.
         text: the wait-for report, and what was found beside it.
         waiters: what every blocked line waits for.
         ended: process ids that the watchdog ended.
+        moved_s, reported_s: when the board moved last, and when this was written, by `time.monotonic`.
     """
 
     reason: str
@@ -47,15 +54,26 @@ class Report:
     layer: int = -1
     waiters: list[dict[str, Any]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    moved_s: float = 0.0
+    reported_s: float = 0.0
 
 
-def watch(folder: Path, stall_s: float) -> None:
-    """Watch until every rank has ended; end them when they cannot go on. Exits 0, or 1 with `report.json` written."""
+def watch(folder: Path, stall_s: float, slow_s: float | None = None) -> None:
+    """Watch until every rank has ended; end them when they cannot go on. Exits 0, or 1 with `report.json` written.
+
+    Args:
+        folder: of the run.
+        stall_s: lines wait for each other, and nothing has moved for so long.
+        slow_s: the same where one of those waited for computes, or a library is at work for all of them; None: `SLOW`
+            times `stall_s`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what an interrupt means
     watched = Board.open(folder / "board")
     parent = os.getppid()
+    slow_s = SLOW * stall_s if slow_s is None else slow_s
     last, since = -1, time.monotonic()
-    trouble_since: float | None = None
+    trouble: tuple[str, float] | None = None
+    agreed: dict[str, int] = {}
     while not all(part.state in (board.ENDED, board.FAILED) for _, part in watched.parts()):
         time.sleep(POLL_S)
         if os.getppid() != parent:
@@ -65,34 +83,36 @@ def watch(folder: Path, stall_s: float) -> None:
         moved = sum(line.seq for _, part in watched.parts() for line in part.lines())
         if moved != last:
             last, since = moved, now
-        report = _trouble(watched)
-        if report is not None:
-            # The others may end by themselves, and what they still write says more than what they had written.
-            trouble_since = trouble_since or now
-            grace = min(stall_s, 1.0)
-            if now - trouble_since < grace or (report.reason == "unequal-yields" and now - since < grace):
+        report = _trouble(watched, agreed)
+        if report is None:
+            trouble = None
+            if now - since < min(stall_s, slow_s) or not (report := _stalled(watched, now - since, stall_s, slow_s)):
                 continue
-        elif now - since < stall_s or not (report := _stalled(watched, slow=now - since >= SLOW * stall_s)):
-            continue
-        _conclude(folder, watched, report)
+        else:
+            if trouble is None or trouble[0] != report.reason:
+                trouble = report.reason, now
+            grace = FAILED_GRACE_S if report.reason == "failed" else GRACE_S
+            if now - trouble[1] < grace or (report.reason == "unequal-yields" and now - since < grace):
+                continue
+        _conclude(folder, watched, report, moved_s=since)
         os._exit(1)
-    report = _trouble(watched)
+    report = _trouble(watched, agreed)
     if report is not None and report.reason != "failed" and any(p.state == board.FAILED for _, p in watched.parts()):
         # All have ended by themselves, some with an error that is only the effect of this.
-        _conclude(folder, watched, report)
+        _conclude(folder, watched, report, moved_s=since)
         os._exit(1)
     os._exit(0)
 
 
-def _trouble(watched: Board) -> Report | None:
-    """What cannot end well, however long one waits: causes before effects."""
+def _trouble(watched: Board, agreed: dict[str, int]) -> Report | None:
+    """What cannot end well, however long one waits: causes before effects. `agreed`: see `differing_exchange`."""
     for rank, part in watched.parts():
         found = part.finding()
         if found is not None and found.kind == "unequal-yields":
             at = _place(found)
             text = f"rank {rank} ubatch {found.ubatch} {found.text} {_spot(at)}"
             return Report(reason="unequal-yields", rank=rank, text=text, **at)
-    differing = differing_exchange(watched)
+    differing = differing_exchange(watched, agreed)
     if differing is not None:
         return _differing(differing)
     for rank, part in watched.parts():
@@ -116,13 +136,13 @@ def _differing(found: Differing) -> Report:
     )  # fmt: skip
 
 
-def _stalled(watched: Board, *, slow: bool) -> Report | None:
-    """Nothing has moved: the report, if lines wait for each other (`slow`: or for one that computes)."""
+def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> Report | None:
+    """Nothing has moved for `still_s`: the report, if lines wait for each other, or too long for one that computes."""
     waiters, running = waiters_of(watched)
     stuck = text_of(waiters, running)
-    if stuck is None and slow and waiters:
+    if stuck is None and still_s >= slow_s and waiters:
         return _slow(watched, waiters, running)
-    if stuck is None:
+    if stuck is None or still_s < stall_s:
         return None
     core, text = stuck
     missing = [rank for waiter in core for rank in waiter.missing]
@@ -143,7 +163,7 @@ def _slow(watched: Board, waiters: list[Waiter], running: list[Node]) -> Report:
     return Report(reason="stalled", rank=rank, text="\n  ".join(lines), **at)
 
 
-def _conclude(folder: Path, watched: Board, report: Report) -> None:
+def _conclude(folder: Path, watched: Board, report: Report, *, moved_s: float) -> None:
     """Write the report with every rank's wait, let ranks leave their traces, end them."""
     waiters, running = waiters_of(watched)
     stuck = text_of(waiters, running)
@@ -153,24 +173,33 @@ def _conclude(folder: Path, watched: Board, report: Report) -> None:
     report.waiters = [_jsonable(w) for w in waiters]
     _ask_for_traces(folder, watched)
     _end(watched, report)
+    report.moved_s, report.reported_s = moved_s, time.monotonic()
     partial = folder / "report.partial"
     partial.write_text(json.dumps(asdict(report)))
     os.replace(partial, folder / "report.json")
 
 
-def _ask_for_traces(folder: Path, watched: Board, wait_s: float = 2.0) -> None:
-    """Have every living rank write what it has recorded; one that cannot answer is not waited for beyond `wait_s`."""
+def _ask_for_traces(folder: Path, watched: Board) -> None:
+    """Have every living rank write what it has recorded; one that cannot hear is not waited for."""
     asked = []
     for rank, part in watched.parts():
         fifo = folder / f"rank{rank}.ask"
         if part.state == board.RUNNING and is_alive(part.pid) and fifo.exists():
             handle = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
             os.write(handle, b"?")
-            asked.append((folder / f"rank{rank}.part", handle))
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not all(path.exists() for path, _ in asked):
+            asked.append((rank, part.pid, handle))
+    start = time.monotonic()
+    while time.monotonic() < start + ANSWER_S:
+        patient = time.monotonic() < start + HEAR_S
+        waiting = [
+            pid
+            for rank, pid, _ in asked
+            if not (folder / f"rank{rank}.part").exists() and (patient or (folder / f"rank{rank}.heard").exists())
+        ]
+        if not any(map(is_alive, waiting)):
+            break
         time.sleep(POLL_S)
-    for _, handle in asked:
+    for _, _, handle in asked:
         os.close(handle)
 
 

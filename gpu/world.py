@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from dbo.trace import Record, Trace
 from gpu import board, transport
 from gpu.merge import merge
 from gpu.probe import device_count
-from gpu.watchdog import watch
+from gpu.watchdog import SLOW, watch
 
 STALL_S = 60.0
 """Nothing moves for so long: the watchdog reports. Well below any communication library's own time-out."""
+
+PRELOADED = ("gpu.process", "gpu.watchdog", "dbo.rank", "dbo.model.deepseek_v2", "dbo.model.loader", "triton")
+"""What every rank loads anyway. Those that are missing here are skipped."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +43,9 @@ class Launched:
     Attributes:
         report: the watchdog's, when it ended the run; else None.
         exit_codes: of the ranks' processes; negative: the signal that ended it.
+        processes: ids of the ranks' processes and, last, of the watchdog's.
+        marks: by rank, when it came how far (`gpu.board.MARKS`), in seconds since the call of `launch`.
+        reported_s: when the watchdog's report was written, on the same clock; None: there is none.
         device: "cpu" or "cuda". shared: all ranks used one device, so nothing about speed follows.
     """
 
@@ -48,6 +55,9 @@ class Launched:
     deadlocked: bool = False
     report: dict[str, Any] | None = None
     exit_codes: list[int] = field(default_factory=list)
+    processes: list[int] = field(default_factory=list)
+    marks: list[dict[str, float]] = field(default_factory=list)
+    reported_s: float | None = None
     device: str = "cpu"
     shared: bool = False
 
@@ -61,6 +71,7 @@ def launch(
     share_device: bool = False,
     timeout_s: float = 600.0,
     stall_s: float = STALL_S,
+    slow_s: float | None = None,
     trace: bool = True,
     vehicle: str = "thread",
 ) -> Launched:
@@ -69,7 +80,7 @@ def launch(
     Args:
         device: "cpu", "cuda", or "auto": cuda where there are devices enough.
         share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
-        timeout_s: of the whole run. stall_s: of the watchdog.
+        timeout_s: of the whole run. stall_s, slow_s: of the watchdog, see `gpu.watchdog.watch`.
         trace: record; a long run may do without.
         vehicle: ubatches are threads, or greenlets on the rank's main thread (needs greenlet; the cheaper hand-over).
 
@@ -77,8 +88,7 @@ def launch(
         UsageError: another mode than "numeric", or a program that cannot be sent to a process.
         NotAvailable: there are fewer devices than ranks.
     """
-    from gpu.process import RankSpec
-
+    begun_s = time.monotonic()
     chosen = _device(device, ranks, share_device, mode)
     if vehicle not in ("thread", "greenlet"):
         raise UsageError(refusal("ubatches are threads or greenlets", "use one of them", vehicle=vehicle))
@@ -89,6 +99,9 @@ def launch(
             program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
             stall_s=stall_s, vehicle=vehicle,
         )  # fmt: skip
+    start_server()
+    from gpu.process import RankSpec
+
     try:
         packed = pickle.dumps(program)
     except Exception as error:
@@ -101,8 +114,9 @@ def launch(
                      trace=trace, vehicle=vehicle, timeout_s=timeout_s)
             for rank in range(ranks)
         ]  # fmt: skip
-        codes = _run(specs, folder, chosen, timeout_s=timeout_s, stall_s=stall_s)
-        return _collect(specs, folder, codes, chosen)
+        patience = (stall_s, SLOW * stall_s if slow_s is None else slow_s)
+        ended = _run(specs, folder, timeout_s=timeout_s, patience=patience)
+        return _collect(specs, folder, ended, chosen, begun_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -123,16 +137,28 @@ def _device(device: str, ranks: int, share_device: bool, mode: str) -> str:
     return "cuda"
 
 
-def _run(specs: list[Any], folder: Path, device: str, *, timeout_s: float, stall_s: float) -> list[int]:
-    """Start the ranks and the watchdog, wait for all of them, leave nothing running. Returns the ranks' exit codes."""
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """What is known of processes that have ended."""
+
+    codes: list[int]
+    processes: list[int]
+    marks: list[dict[str, float]]
+
+
+def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[float, float]) -> _Ended:
+    """Start the ranks and the watchdog, wait for all of them, leave nothing running."""
     from gpu import process
 
     kept = board.Board.create(folder / "board", len(specs))
     for spec in specs:
         os.mkfifo(spec.left_at("ask"))
-    context = _context(device)
-    processes = [context.Process(target=process.main, args=(spec,), name=f"rank{spec.rank}") for spec in specs]
-    watchdog = context.Process(target=watch, args=(folder, stall_s), name="watchdog", daemon=True)
+    context: Any = multiprocessing.get_context("forkserver")
+    here = dict(os.environ)
+    processes = [
+        context.Process(target=_as_from, args=(here, process.main, spec), name=f"rank{spec.rank}") for spec in specs
+    ]
+    watchdog = context.Process(target=_as_from, args=(here, watch, folder, *patience), name="watchdog", daemon=True)
     deadline = time.monotonic() + timeout_s
     try:
         for rank, started in enumerate(processes):
@@ -151,19 +177,31 @@ def _run(specs: list[Any], folder: Path, device: str, *, timeout_s: float, stall
             if started.pid is not None and started.is_alive():
                 os.kill(started.pid, signal.SIGKILL)
                 started.join()
-    return [-signal.SIGKILL if p.exitcode is None else p.exitcode for p in processes]
+    return _Ended(
+        codes=[-signal.SIGKILL if p.exitcode is None else p.exitcode for p in processes],
+        processes=[p.pid for p in (*processes, watchdog)], marks=[part.marks() for _, part in kept.parts()],
+    )  # fmt: skip
 
 
-def _context(device: str) -> Any:
-    """How processes start. Never by forking this one: it may hold threads, a CUDA context, a communicator."""
-    if device == "cuda":
-        return multiprocessing.get_context("spawn")
+def _as_from(environment: dict[str, str], program: Callable[..., None], *args: Any) -> None:
+    """Run `program` under the environment of the caller of `launch`; the server knows its own, an older one."""
+    os.environ.clear()
+    os.environ.update(environment)
+    program(*args)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, without waiting for it to have loaded what they need.
+
+    Ranks are never forked from the caller: it may hold threads, a CUDA context, a communicator. Nor do they load torch
+    each: that takes seconds. The server holds modules and nothing else, no device either; a rank makes its own context.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpu.process"])
-    return context
+    context.set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
 
 
-def _collect(specs: list[Any], folder: Path, codes: list[int], device: str) -> Launched:
+def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s: float) -> Launched:
     left = [transport.read(spec.left_at("out")) for spec in specs]
     partial = [found or transport.read(spec.left_at("part")) for found, spec in zip(left, specs, strict=True)]
     path = folder / "report.json"
@@ -171,13 +209,18 @@ def _collect(specs: list[Any], folder: Path, codes: list[int], device: str) -> L
     complete = all(found is not None and found.error is None for found in left)
     meta = {"world": "gpu", "ranks": len(specs), "mode": "numeric", "complete": complete, "device": device}
     trace = merge(partial, meta)
-    errors = [_error(rank, found, code, report) for rank, (found, code) in enumerate(zip(left, codes, strict=True))]
+    errors = [
+        _error(rank, found, code, report) for rank, (found, code) in enumerate(zip(left, ended.codes, strict=True))
+    ]
     if report is not None and report["reason"] != "failed":
         _add_blocked(trace, report["waiters"])
     return Launched(
         trace=trace, values=[found.value if found else None for found in left], errors=errors,
-        deadlocked=report is not None and report["reason"] != "failed", report=report, exit_codes=codes, device=device,
-        shared=specs[0].share_device and len(specs) > 1,
+        deadlocked=report is not None and report["reason"] != "failed", report=report, exit_codes=ended.codes,
+        processes=ended.processes,
+        marks=[{name: t - begun_s for name, t in of_rank.items()} for of_rank in ended.marks],
+        reported_s=None if report is None else report["reported_s"] - begun_s,
+        device=device, shared=specs[0].share_device and len(specs) > 1,
     )  # fmt: skip
 
 

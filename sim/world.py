@@ -291,6 +291,9 @@ class SimWorld:
         task = self.task()
         task.tags = (task.tags[0], layer, task.tags[2], point)
 
+    def launches(self) -> None:
+        """Every operation is seen here."""
+
     def in_ubatch(self, ubatch: int, *, step: int) -> None:
         self.task().tags = (step, -1, ubatch, "")
 

@@ -95,14 +95,11 @@ class DCPRow:
 def add_arguments(parser: argparse.ArgumentParser, integer: Callable[[int], Callable[[str], int]]) -> None:
     """Declare the flags that only this benchmark reads."""
     group = parser.add_argument_group("dcp")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
-    group.add_argument("--ranks", type=integer(2), default=2, help="ranks of the group (default 2)")
     group.add_argument("--rows", type=integer(0), nargs="+", default=list(ROWS), metavar="B", help="batch rows")
     group.add_argument("--heads", type=integer(1), help="query heads over all ranks")
     group.add_argument("--head-dim", type=integer(1), help="head dimension of the partial output")
     group.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     group.add_argument("--link-gbs", type=float, help="what a rank can send; 0: compare with a bare all-to-all")
-    group.add_argument("--seed", type=integer(0), default=0)
 
 
 def options(args: argparse.Namespace, *, devices: int) -> DCPBench:

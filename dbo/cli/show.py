@@ -6,12 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dbo.check import measure
 from dbo.cli.answer import Answer
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
 from dbo.cli.rows import draw
-from dbo.export.chrome import read_trace, write_trace
+from dbo.export.chrome import write_trace
 from dbo.export.picture import write_picture
+from dbo.export.profile import read_any
 from dbo.export.rows import Span, timeline
 from dbo.export.window import Bar, Window, window
 from dbo.trace import Trace
@@ -21,7 +23,10 @@ HELP = "show a trace in text, as Chrome JSON or as a picture"
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a file that `dbo check --trace` wrote")
+    parser.add_argument(
+        "trace", type=Path, nargs="+", metavar="TRACE",
+        help="a file that `dbo check --trace` wrote, or the profiles of torch.profiler, one a rank",
+    )  # fmt: skip
     parser.add_argument("--rank", type=integer(0), default=0, metavar="R", help="whose lines (default 0)")
     parser.add_argument("--step", type=integer(0), metavar="S", help="of this engine step (default: a steady one)")
     parser.add_argument("--layer", type=integer(0), metavar="L", help="this layer (default: a steady one)")
@@ -35,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, reached: Reached) -> Answer:
     """Read the trace and show it."""
-    trace = read_trace(args.trace)
+    trace = read_any(args.trace)
     if args.chrome is not None:
         path = write_trace(trace, args.chrome)
         return Answer(text=f"written: {path} (open it in Perfetto or chrome://tracing)", data={"chrome": str(path)})
@@ -45,6 +50,8 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
         path = write_picture(shown, args.png, title=_title(trace, shown))
         return Answer(text=f"written: {path}", data=data | {"png": str(path)})
     text = _rows(trace, shown)
+    if trace.meta.get("world") == "profile":
+        text += f"\n{_overall(trace, shown.rank)}"
     if args.text:
         text += "\n\n" + "\n".join(timeline(trace, shown.rank, step=shown.step))
     return Answer(text=text, data=data)
@@ -58,6 +65,18 @@ def _title(trace: Trace, shown: Window) -> str:
     if shown.hidden_share is not None:
         parts.append(f"{shown.hidden_share:.0%} of communication hidden")
     return " · ".join(part for part in parts if part)
+
+
+def _overall(trace: Trace, rank: int) -> str:
+    """The figures over all split steps of a rank, which a recorded run has from `dbo check`."""
+    said = measure(trace, rank)
+    if said.hidden_share is None:
+        return f"Over all split steps of rank {rank} nothing communicates beside the compute stream."
+    share, exposed = (
+        f"{said.hidden_share:.0%} of communication is hidden",
+        f"{said.exposed_us:.0f} of {said.comm_us:.0f} µs",
+    )
+    return f"Over all split steps of rank {rank} {share}; {exposed} are exposed."
 
 
 def _rows(trace: Trace, shown: Window) -> str:

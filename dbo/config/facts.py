@@ -11,7 +11,8 @@ NCCL = "nccl"
 SYMM_COPY = "symm_copy"
 
 WORLDS = ("sim", "gpu")
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = tuple(DTYPE_BYTES)
 CUDAGRAPH_MODES = ("NONE", "FULL")
 DCP_COMM_BACKENDS = ("ag_rs", "a2a", "a2a_direct")
 SHARED_EXPERTS = ("overlap", "before", "stream")

@@ -21,10 +21,9 @@ IMPLEMENTED: Mapping[str, Mapping[str, frozenset[object]]] = {
         "shared_experts": frozenset({"overlap", "before", "stream"}),
     },
     "gpu": {
-        "all2all_backend": frozenset({"deepep_low_latency", "deepep_high_throughput", "nccl", "symm_copy"}),
+        "all2all_backend": frozenset(facts.BACKENDS),
         "cudagraph_mode": frozenset({"NONE", "FULL"}),
-        "decode_context_parallel_size": frozenset({1}),
-        "shared_experts": frozenset({"overlap"}),
+        "shared_experts": frozenset({"overlap", "before", "stream"}),
     },
 }
 """World -> option -> the values that work there. An option that is not listed works with every value."""

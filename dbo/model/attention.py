@@ -8,6 +8,7 @@ so that a cache row *is* the key of all heads and its latent part *is* the value
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -110,8 +111,12 @@ class MLAttention:
 
 def make_attention(config: ModelConfig, weights: Weights, prefix: str) -> MLAttention:
     """The attention of a layer: this file's, or the fused one where the weights' device has kernels for their dtype."""
+    kernels = kernels_for(weights, prefix)
+    return (MLAttention if kernels is None else kernels.attention)(config, weights, prefix)
+
+
+def kernels_for(weights: Weights, prefix: str) -> Any:
+    """The kernels of the weights' device, where there are any for their dtype; else None."""
     weight = weights[f"{prefix}.o_proj.weight"]
-    kernels = registry.layer_kernels(weight.device.type)
     # Flash kernels take 16-bit numbers only.
-    fused = kernels is not None and weight.dtype in (torch.bfloat16, torch.float16)
-    return (kernels.attention if fused else MLAttention)(config, weights, prefix)
+    return registry.layer_kernels(weight.device.type) if weight.dtype in (torch.bfloat16, torch.float16) else None

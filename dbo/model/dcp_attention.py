@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from dbo.dcp.interface import ContextParallel
-from dbo.model.attention import MLAttention, Projected
+from dbo.model.attention import MLAttention, Projected, kernels_for
 from dbo.model.config import ModelConfig
 from dbo.model.layers import Weights
 from dbo.model.paging import PagedBatch
@@ -31,13 +31,13 @@ class DCPAttention(MLAttention):
     def attend(self, projected: Projected, kv_cache: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """As of one rank that has all keys: `[T, H]`, the same bits on every peer. Padding rows give 0."""
         cache_rows = self.write(projected.latents, kv_cache, batch)
-        out, lse = self._partial(projected.queries, cache_rows, batch)
+        out, lse = self.partial(projected.queries, cache_rows, batch)
         merged = self.group.reduce_heads(out, lse, batch.local_seq_lens, batch.query_start_loc)
         values = torch.bmm(merged.transpose(0, 1), self.own_value_up.transpose(1, 2)).transpose(0, 1)
         total = self.group.all_reduce(values.flatten(1) @ self.own_projection.t())
         return total.masked_fill(batch.padding_rows, 0.0)
 
-    def _partial(
+    def partial(
         self, queries: torch.Tensor, cache_rows: torch.Tensor, batch: PagedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over this peer's keys `[T, heads, latent]` and its log-sum-exp `[T, heads]` fp32, base e.
@@ -50,3 +50,10 @@ class DCPAttention(MLAttention):
         scores, context = self.scores(queries, cache_rows, batch)
         lse = scores.logsumexp(dim=-1).flatten(0, 1).index_select(0, batch.row_queries)
         return self.mix(scores, context, batch), lse
+
+
+def make_dcp_attention(config: ModelConfig, weights: Weights, prefix: str, group: ContextParallel) -> DCPAttention:
+    """The attention of a layer on a peer: this file's, or the fused one where there are kernels."""
+    kernels = kernels_for(weights, prefix)
+    found: DCPAttention = (DCPAttention if kernels is None else kernels.dcp_attention)(config, weights, prefix, group)
+    return found

@@ -17,15 +17,15 @@ from dbo.errors import ConfigError, refusal
 from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.attention import make_attention
 from dbo.model.config import ModelConfig
-from dbo.model.dcp_attention import DCPAttention
+from dbo.model.dcp_attention import make_dcp_attention
 from dbo.model.dcp_moe import all_rows, own_rows
-from dbo.model.layers import MLP, Weights, rms_norm
+from dbo.model.layers import MLP, Weights, add_rms_norm, add_three, rms_norm
 from dbo.model.layout import EMBEDDING, FINAL_NORM, INV_FREQ, LM_HEAD, layer_prefix, local_experts
 from dbo.model.paging import PagedBatch, plan_paged_batch
 from dbo.model.rope import Rotation, rotation, rotation_scale
 from dbo.model.router import Router
 from dbo.moe.experts import make_experts
-from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular
+from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, PartialSums
 
 
 class MoEKernel(Protocol):
@@ -35,6 +35,14 @@ class MoEKernel(Protocol):
         self, hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, layer: int
     ) -> torch.Tensor:
         """`[T, H]` with weights and ids `[T, K]` to the sum of routed and shared experts `[T, H]`."""
+
+    def input_buffer(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Where the input had best be written; None: anywhere."""
+
+    def parts(
+        self, hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, layer: int
+    ) -> tuple[torch.Tensor | PartialSums, torch.Tensor | None]:
+        """As `forward`, not yet summed."""
 
 
 class MakeKernel(Protocol):
@@ -72,7 +80,7 @@ class DecoderLayer:
         self.attention = (
             make_attention(config, weights, f"{prefix}.self_attn")
             if context_parallel is None
-            else DCPAttention(config, weights, f"{prefix}.self_attn", context_parallel)
+            else make_dcp_attention(config, weights, f"{prefix}.self_attn", context_parallel)
         )
         self.mlp: MLP | None = None
         if not config.is_moe_layer(index):
@@ -97,20 +105,24 @@ class DecoderLayer:
         context.player.reach("A0", layer=self.index)
         projected = self.attention.project(rms_norm(residual, self.input_norm, self.eps), by)
         context.player.reach("A1", layer=self.index)
-        residual = residual + self.attention.attend(projected, context.kv_caches[self.index], batch)
-        hidden = rms_norm(residual, self.post_attention_norm, self.eps)
+        attended = self.attention.attend(projected, context.kv_caches[self.index], batch)
+        out = None if self.mlp is not None or self.group is not None else self.kernel.input_buffer(attended)
+        residual, hidden = add_rms_norm(residual, attended, self.post_attention_norm, self.eps, out)
         if self.mlp is not None:
             return residual + self.mlp(hidden)
-        return residual + self._experts(hidden, batch.padding_rows)
+        if self.group is not None:
+            return residual + self._experts_of_own_rows(hidden, batch.padding_rows, self.group)
+        topk_weights, topk_ids = self.router(hidden, batch.padding_rows)
+        return add_three(residual, *self.kernel.parts(hidden, topk_weights, topk_ids, layer=self.index))
 
-    def _experts(self, hidden: torch.Tensor, padding_rows: torch.Tensor) -> torch.Tensor:
-        """Routed and shared experts of `[T, H]`; the peers of a DCP group share the rows out."""
-        num_rows, group = hidden.shape[0], self.group
-        if group is not None:
-            hidden, padding_rows = own_rows(hidden, group), own_rows(padding_rows, group, fill=True)
-        topk_weights, topk_ids = self.router(hidden, padding_rows)
-        out = self.kernel.forward(hidden, topk_weights, topk_ids, layer=self.index)
-        return out if group is None else all_rows(out, group, num_rows)
+    def _experts_of_own_rows(
+        self, hidden: torch.Tensor, padding_rows: torch.Tensor, group: ContextParallel
+    ) -> torch.Tensor:
+        """Routed and shared experts of `[T, H]`, whose rows the peers of a DCP group share out."""
+        own, own_padding = own_rows(hidden, group), own_rows(padding_rows, group, fill=True)
+        topk_weights, topk_ids = self.router(own, own_padding)
+        out = self.kernel.forward(own, topk_weights, topk_ids, layer=self.index)
+        return all_rows(out, group, hidden.shape[0])
 
 
 class DeepseekV2ForCausalLM:

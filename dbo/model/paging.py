@@ -28,6 +28,7 @@ class PagedBatch:
         empty: no request at all (a host fact): there is nothing to attend to.
         local_seq_lens, query_start_loc: `[R]` keys of each request on this DCP peer and `[R + 1]` first rows; None without
             DCP. With it, contexts are what lies on this peer: S is the most keys that a request can have here.
+        last_keys: `[T]` the last of its request's keys here that each row sees, -1: none; None without DCP.
     """
 
     slot_mapping: torch.Tensor
@@ -40,6 +41,7 @@ class PagedBatch:
     empty: bool
     local_seq_lens: torch.Tensor | None = None
     query_start_loc: torch.Tensor | None = None
+    last_keys: torch.Tensor | None = None
 
 
 def plan_paged_batch(metadata: Any, positions: torch.Tensor, *, block_size: int) -> PagedBatch:
@@ -75,4 +77,5 @@ def plan_paged_batch(metadata: Any, positions: torch.Tensor, *, block_size: int)
         empty=metadata.num_actual_tokens == 0,
         local_seq_lens=None if layout is None else lens[:num_reqs],
         query_start_loc=None if layout is None else metadata.query_start_loc[: num_reqs + 1],
+        last_keys=None if layout is None else layout.count_before(positions + 1) - 1,
     )

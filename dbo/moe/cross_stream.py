@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbo.contract import World
+from dbo.ubatch import dbo_enabled
 
 
 class CrossStream:
@@ -28,7 +29,10 @@ class CrossStream:
             self._world.tensors.record_stream(array, self._world.compute)
 
     def copy_out(self, combined: Any) -> Any:
-        """A copy of `combined` made on the current stream, for use on compute: point "copy"."""
+        """A copy of `combined` made on the current stream, for use on compute: point "copy". Unsplit, `combined` itself."""
+        if not dbo_enabled():
+            return combined
+        self._world.launches()
         self.used_here(combined)
         output = combined.clone()
         self.used_by_compute(output)

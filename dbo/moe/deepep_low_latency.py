@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dbo.contract import World
+from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, Hook, Receiver
 from dbo.ubatch import dbo_current_ubatch_id
 
@@ -15,6 +17,7 @@ class DeepEPLowLatencyPrepareAndFinalize:
     """Dispatch and combine of one rank, for all layers and ubatches.
 
     Args:
+        world: of this rank.
         buffer: `deep_ep.Buffer` or the simulator's.
         num_experts: E, over all ranks.
         max_tokens_per_rank: rows that a rank may dispatch in one call; the same on all ranks.
@@ -22,10 +25,11 @@ class DeepEPLowLatencyPrepareAndFinalize:
 
     layout = "batched"
 
-    def __init__(self, buffer: Any, *, num_experts: int, max_tokens_per_rank: int) -> None:
+    def __init__(self, world: World, buffer: Any, *, num_experts: int, max_tokens_per_rank: int) -> None:
         self.buffer = buffer
         self.num_experts = num_experts
         self.max_tokens_per_rank = max_tokens_per_rank
+        self._streams = CrossStream(world)
         self._handles: dict[int, Any] = {}
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> tuple[Hook, Receiver]:
@@ -49,4 +53,4 @@ class DeepEPLowLatencyPrepareAndFinalize:
         return hook, lambda: combined
 
     def copy_out(self, combined: Any) -> Any:
-        return combined.clone()  # everything here is on the compute stream
+        return self._streams.copy_out(combined)

@@ -33,6 +33,30 @@ class ExpertInputs:
     topk_weights: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartialSums:
+    """What combine brought where nothing has been added up yet, so that the layer may add more in the same pass.
+
+    Attributes:
+        blocks: by rank, that rank's partial sums `[., H]`. Only valid until this (u)batch's next dispatch.
+        places: `[R, T]` the row of token t in a rank's block, -1: none.
+        reduce: `(blocks, places)` to their sum `[T, H]`, over the ranks in order, in fp32.
+    """
+
+    blocks: tuple[Any, ...]
+    places: Any
+    reduce: Callable[[Any, Any], Any]
+
+    def summed(self) -> Any:
+        """`[T, H]`, made on the current stream."""
+        return self.reduce(self.blocks, self.places)
+
+
+def summed(combined: Any) -> Any:
+    """What combine's receiver returned, as `[T, H]`."""
+    return combined.summed() if isinstance(combined, PartialSums) else combined
+
+
 class Experts(Protocol):
     """The routed experts of one layer on one rank."""
 
@@ -54,7 +78,7 @@ class FusedMoEPrepareAndFinalizeModular(Protocol):
         """Dispatch `a1` `[T, H]` by `topk_ids` `[T, K]` int64; the receiver returns `ExpertInputs`."""
 
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
-        """Send results back; the receiver returns `[T, H]`."""
+        """Send results back; the receiver returns `[T, H]`, or `PartialSums` of it."""
 
     def copy_out(self, combined: Any) -> Any:
         """Point "copy": fill the layer's own `[T, H]` from what combine's receiver returned, on the current stream."""

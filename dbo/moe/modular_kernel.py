@@ -11,7 +11,7 @@ from typing import Any
 
 from dbo.contract import Event
 from dbo.forward_context import get_forward_context
-from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver
+from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver, summed
 from dbo.moe.side_stream import SideStream
 from dbo.ubatch import dbo_enabled, dbo_register_recv_hook
 
@@ -42,8 +42,21 @@ class FusedMoEModularKernel:
         self.shared_placement = shared_placement
         self.side = side
 
+    def input_buffer(self, like: Any) -> Any | None:
+        """Where the backend would like the layer's input, of `like`'s shape and dtype, to be written; None: anywhere."""
+        ask = getattr(self.prepare_finalize, "input_buffer", None)
+        return None if ask is None else ask(like)
+
     def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
         """Args: hidden `[T, H]`, topk_weights `[T, K]` fp32, topk_ids `[T, K]` int64 (-1: padding). Returns `[T, H]`."""
+        routed, shared = self.parts(hidden, topk_weights, topk_ids, layer=layer)
+        return summed(routed) if shared is None else summed(routed) + shared
+
+    def parts(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> tuple[Any, Any]:
+        """As `forward`, but what the routed experts (maybe as `PartialSums`) and the shared ones (or None) gave.
+
+        For a caller that adds more to it.
+        """
         call = _Call(self, hidden, topk_weights, topk_ids)
         thunks: dict[str, Callable[[], Any]] = {
             "D.send": call.dispatch_send,
@@ -62,7 +75,7 @@ class FusedMoEModularKernel:
                 call.shared_aside()
         get_forward_context().player.play(thunks, layer=layer)
         call.join_aside()
-        return call.routed if call.shared_out is None else call.routed + call.shared_out
+        return call.routed, call.shared_out
 
 
 class _Call:
@@ -94,10 +107,9 @@ class _Call:
         self.expert_out = None
 
     def shared(self) -> None:
-        assert self.kernel.shared_experts is not None
-        self.shared_out = self.kernel.shared_experts(self.hidden)
-        if self.kernel.side is not None:
-            self.kernel.side.share(self.hidden, self.shared_out)
+        work, side = self.kernel.shared_experts, self.kernel.side
+        assert work is not None
+        self.shared_out = work(self.hidden) if side is None else side.stay(work, self.hidden)
 
     def shared_aside(self) -> None:
         assert self.kernel.shared_experts is not None and self.kernel.side is not None

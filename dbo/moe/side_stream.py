@@ -27,6 +27,7 @@ class SideStream:
         try:
             side.wait_event(ready)
             world.tensors.record_stream(hidden, side)
+            world.launches()
             result = work(hidden)
             done = world.event("side.done")
             done.record(side)
@@ -41,7 +42,10 @@ class SideStream:
         self.world.tensors.record_stream(result, current)
         return result
 
-    def share(self, hidden: Any, result: Any) -> None:
-        """The current stream, whichever the schedule chose, has read `hidden` and made `result` for the compute stream."""
+    def stay(self, work: Callable[[Any], Any], hidden: Any) -> Any:
+        """Run `work(hidden)` on the current stream, whichever the schedule chose; the compute stream uses the result."""
+        self.world.launches()
+        result = work(hidden)
         self.world.tensors.record_stream(hidden, self.world.current_stream())
         self.world.tensors.record_stream(result, self.world.compute)
+        return result

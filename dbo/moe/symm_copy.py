@@ -1,11 +1,12 @@
-"""Backend `symm_copy`: rows packed by a kernel, moved by copy engines through symmetric memory, announced by signals.
+"""Backend `symm_copy`: rows moved by copy engines through symmetric memory, announced by signals.
 
 The transfer itself takes no SM, so it does not slow the other ubatch's matrix kernels down; packing, unpacking and the
 reduction do take some. Any dtype.
 
-Sizes: eager, only the rows that a peer needs travel, so the host waits for everybody's counts first. With `worst_case`,
-every row travels to every peer, zeroed where it has no expert there: sizes follow from the token counts that the ranks have
-shared, and nothing is waited for.
+Sizes: eager, only the rows that a peer needs travel, packed by a kernel, so the host waits for everybody's counts first.
+With `worst_case`, every row travels to every peer, straight from where it is: sizes follow from the token counts that the
+ranks have shared, nothing is packed and nothing is waited for. With top-k near or above the number of ranks nearly every row
+is needed anyway.
 
 Receive regions belong to a *channel*, a ubatch and a half of the layer. Within a channel no barrier is needed: a peer sends
 into a region again only after it has received what this rank sent *after* reading the region (a dispatch is answered by its
@@ -20,49 +21,68 @@ from typing import Any, Protocol
 from dbo.contract import World
 from dbo.forward_context import get_forward_context
 from dbo.moe.cross_stream import CrossStream
-from dbo.moe.interface import ExpertInputs, Receiver
+from dbo.moe.interface import ExpertInputs, PartialSums, Receiver
 from dbo.ubatch import dbo_current_ubatch_id
 
 Channel = tuple[int, str]
+Table = Sequence[Sequence[int]]
+"""Rows of one exchange: entry [r][p] is how many r sends to p."""
 
 
 class Arrival(Protocol):
-    """What peers are sending to this rank in one exchange."""
+    """What peers are sending to this rank in one exchange; asked for once. Valid until the channel's next exchange."""
 
-    def wait(self) -> tuple[Any, ...]:
-        """Queue on the current stream: wait for every peer's signal, copy the rows out; by source rank."""
+    def rows(self) -> tuple[Any, ...]:
+        """Queue on the current stream: wait for every peer's signal; each array's rows by source rank, own ones too."""
+
+    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+        """As `rows`, but one array a source rank, so that own rows need not be copied."""
 
 
 class SymmetricCopies(Protocol):
     """Symmetric memory of one rank, and the copy engines that write into its peers'. `World.symmetric`."""
 
-    def exchange_counts(self, counts: Any, *, channel: Channel) -> list[list[int]]:
-        """Tell the peers `counts` `[R]` int32, wait **on the host** for theirs: entry [r][p] is what r sends to p."""
+    def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
+        """Make room for exchanges of at most so many rows a rank, of arrays of these widths. Called by all ranks alike."""
 
-    def send(self, arrays: Sequence[Any], mine: Sequence[int], theirs: Sequence[int], *, channel: Channel) -> Arrival:
-        """Queue copies behind the current stream: rows of each of `arrays` go to peers by `mine`, come by `theirs`."""
+    def own_rows(self, like: Any, table: Table, *, channel: Channel) -> Any | None:
+        """Where this rank's own rows belong in the arrival of `send(…, to_all=True)`, for whoever makes them: an
+        uninitialised array of the first one's shape and dtype. Rows that are made there are not copied. None: anywhere."""
+
+    def exchange_counts(self, counts: Any, *, channel: Channel) -> Table:
+        """Tell the peers `counts` `[R]` int32, wait **on the host** for theirs."""
+
+    def send(self, arrays: Sequence[Any], table: Table, *, channel: Channel, to_all: bool = False) -> Arrival:
+        """Queue copies behind the current stream.
+
+        Rows of each of `arrays` go to the peers one after another, as many as `table` says; with `to_all`, every peer
+        gets all of them.
+        """
 
 
 class CopyRows(Protocol):
-    """The kernels around the copies. T tokens, R ranks, L local experts, K experts a token, H hidden size."""
+    """The kernels around the copies. T tokens, R ranks, L local experts, K experts a token, H hidden size.
+
+    Routing `[N, 2 * K]` fp32 is ids over all ranks and weights. `places` `[R, T]` is the row of token t among those that
+    peer p gets, -1 where it has no expert there.
+    """
 
     def counts(self, topk_ids: Any, ranks: int, local_experts: int) -> Any:
         """`[R]` int32: tokens of this rank that have an expert on each rank."""
 
     def pack(
-        self, x: Any, topk_weights: Any, topk_ids: Any, ranks: int, local_experts: int, rows: int | None
+        self, x: Any, topk_weights: Any, topk_ids: Any, ranks: int, local_experts: int, rows: int
     ) -> tuple[Any, Any, Any]:
-        """Rows by peer: `[N, H]`, `[N, 2 * K]` fp32 (ids local to the peer or -1, weights), places `[R, T]` int64.
+        """The rows that the peers need, by peer: `[rows, H]`, their routing, and places. `rows` is known from the counts."""
 
-        `rows` is their number, known from the counts; None: all R * T, rows without an expert there zeroed. `places[p, t]`
-        is the row of token t for peer p, -1 where it has none.
-        """
+    def route(self, topk_weights: Any, topk_ids: Any, ranks: int, local_experts: int) -> tuple[Any, Any]:
+        """Routing of all T tokens, and their places where every peer gets every row."""
 
-    def unpack(self, routing: Any) -> tuple[Any, Any]:
-        """`[N, 2 * K]` fp32 -> ids `[N, K]` int64, weights `[N, K]` fp32."""
+    def unpack(self, routing: Any, first_expert: int, local_experts: int) -> tuple[Any, Any]:
+        """Routing -> ids `[N, K]` int64 local to this rank, -1 where it has no such expert, and weights `[N, K]` fp32."""
 
-    def reduce(self, rows: Any, places: Any) -> Any:
-        """`[N, H]` partial sums -> `[T, H]`: over the peers in order of rank, in fp32."""
+    def reduce(self, blocks: Sequence[Any], places: Any) -> Any:
+        """Partial sums `[., H]` by peer -> `[T, H]`: over the peers in order of rank, in fp32."""
 
 
 class SymmCopyPrepareAndFinalize:
@@ -83,19 +103,33 @@ class SymmCopyPrepareAndFinalize:
         self.local_experts = num_experts // world.size
         self.worst_case = worst_case
         self._streams = CrossStream(world)
-        self._sent: dict[int, tuple[list[int], list[int], Any]] = {}
+        self._sent: dict[int, tuple[Table, Any]] = {}
+
+    def input_buffer(self, like: Any) -> Any | None:
+        """Where the layer may write what it will dispatch, of `like`'s shape and dtype, to save a copy; None: anywhere."""
+        if not self.worst_case:
+            return None
+        return self.copies.own_rows(like, self._all_rows(), channel=(dbo_current_ubatch_id(), "dispatch"))
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         self._streams.used_here(a1, topk_weights, topk_ids)
-        channel = self._channel("dispatch")
-        mine, theirs, total = self._splits(topk_ids, channel)
-        rows, routing, places = self.ops.pack(a1, topk_weights, topk_ids, self.ranks, self.local_experts, total)
-        arrival = self.copies.send((rows, routing), mine, theirs, channel=channel)
-        self._sent[dbo_current_ubatch_id()] = mine, theirs, places
+        channel = dbo_current_ubatch_id(), "dispatch"
+        if self.worst_case:
+            table = self._all_rows()
+            routing, places = self.ops.route(topk_weights, topk_ids, self.ranks, self.local_experts)
+            rows = a1
+        else:
+            counts = self.ops.counts(topk_ids, self.ranks, self.local_experts)
+            table = self.copies.exchange_counts(counts, channel=channel)
+            rows, routing, places = self.ops.pack(
+                a1, topk_weights, topk_ids, self.ranks, self.local_experts, sum(table[self.rank])
+            )
+        arrival = self.copies.send((rows, routing), table, channel=channel, to_all=self.worst_case)
+        self._sent[channel[0]] = table, places
 
         def receive() -> ExpertInputs:
-            x, got_routing = arrival.wait()
-            ids, weights = self.ops.unpack(got_routing)
+            x, got_routing = arrival.rows()
+            ids, weights = self.ops.unpack(got_routing, self.rank * self.local_experts, self.local_experts)
             self._streams.used_by_compute(x, ids, weights)
             return ExpertInputs(layout="flat", x=x, topk_ids=ids, topk_weights=weights)
 
@@ -103,29 +137,21 @@ class SymmCopyPrepareAndFinalize:
 
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         self._streams.used_here(expert_out)
-        mine, theirs, places = self._sent.pop(dbo_current_ubatch_id())
-        arrival = self.copies.send((expert_out,), theirs, mine, channel=self._channel("combine"))
+        ubatch = dbo_current_ubatch_id()
+        table, places = self._sent.pop(ubatch)
+        back = [list(column) for column in zip(*table, strict=True)]
+        arrival = self.copies.send((expert_out,), back, channel=(ubatch, "combine"))
 
-        def receive() -> Any:
-            (got,) = arrival.wait()
-            self._streams.used_here(places)
-            combined = self.ops.reduce(got, places)
-            self._streams.used_by_compute(combined)
-            return combined
+        def receive() -> PartialSums:
+            (blocks,) = arrival.blocks()
+            self._streams.used_by_compute(places, *blocks)
+            return PartialSums(blocks=blocks, places=places, reduce=self.ops.reduce)
 
         return receive
 
+    def _all_rows(self) -> Table:
+        """Every rank sends every peer all rows."""
+        return [[tokens] * self.ranks for tokens in get_forward_context().num_tokens_across_ranks]
+
     def copy_out(self, combined: Any) -> Any:
-        return self._streams.copy_out(combined)
-
-    def _channel(self, half: str) -> Channel:
-        return dbo_current_ubatch_id(), half
-
-    def _splits(self, topk_ids: Any, channel: Channel) -> tuple[list[int], list[int], int | None]:
-        """Rows to and from each peer, and the number of packed rows (None: all)."""
-        if self.worst_case:
-            return [topk_ids.shape[0]] * self.ranks, list(get_forward_context().num_tokens_across_ranks), None
-        counts = self.ops.counts(topk_ids, self.ranks, self.local_experts)
-        table = self.copies.exchange_counts(counts, channel=channel)
-        mine = table[self.rank]
-        return mine, [row[self.rank] for row in table], sum(mine)
+        return combined  # the sum is made where it is used, and then belongs to nobody else

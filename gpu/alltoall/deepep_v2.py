@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import CaptureError, NotAvailable, refusal
 from gpu.group import Exchanges
 from gpu.probe import DEEPEP_V2, V2_NCCL, deep_ep_version, nccl_version
 
@@ -58,23 +58,24 @@ class DeepEPElastic:
         self._exchanges = Exchanges(world, NAME)
 
     def buffer_for(self, tokens: int, hidden: int, num_topk: int) -> Any:
-        """The process's buffer; a collective call the first time.
+        """The process's buffer; a collective call when there is none yet, or only a smaller one.
 
         Raises:
-            ConfigError: it was made for less.
+            CaptureError: it would have to be made inside a capture.
         """
-        if NAME not in _KEPT:
-            most = max(tokens, LEAST_TOKENS)
+        buffer, made_for = _KEPT.get(NAME, (None, (LEAST_TOKENS, 0, 0)))
+        asked = tuple(max(pair) for pair in zip((tokens, hidden, num_topk), made_for, strict=True))
+        if buffer is None or asked != made_for:
+            if self.world.trace.capturing:
+                rule = "the elastic buffer is made before a capture, since graphs keep its address"
+                raise CaptureError(refusal(rule, "run the largest step once before", made_for=made_for, asked=asked))
+            if buffer is not None:
+                buffer.destroy()  # graphs with its address are those of a smaller model, of a run that has ended
             buffer = self.library.ElasticBuffer(
-                self.process_group, num_max_tokens_per_rank=most, hidden=hidden, num_topk=num_topk,
+                self.process_group, num_max_tokens_per_rank=asked[0], hidden=asked[1], num_topk=asked[2],
                 allow_hybrid_mode=False, explicitly_destroy=True,
             )  # fmt: skip
-            _KEPT[NAME] = buffer, (most, hidden, num_topk)
-        buffer, made_for = _KEPT[NAME]
-        if any(asked > made for asked, made in zip((tokens, hidden, num_topk), made_for, strict=True)):
-            rule = "a process makes one elastic buffer, for so many tokens, such a width and top-k"
-            fix = "lower --max-num-batched-tokens, or start another process for the larger model"
-            raise ConfigError(refusal(rule, fix, made_for=made_for, asked=(tokens, hidden, num_topk)))
+            _KEPT[NAME] = buffer, asked
         return buffer
 
     def dispatch(self, x: torch.Tensor, *, topk_idx: torch.Tensor, num_max_tokens_per_rank: int, **options: Any) -> Any:

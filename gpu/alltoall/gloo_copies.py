@@ -1,17 +1,19 @@
 """`World.symmetric` on CPU tensors, between real processes over gloo (needs torch): no symmetric memory, same promises.
 
-A send starts the bytes and returns; `wait` of the arrival is where the rank waits for its peers. Channels are numbered
-apart, so that calls of two ubatches cannot meet each other.
+A send starts the bytes and returns; asking for the arrival's rows is where the rank waits for its peers. Channels are
+numbered apart, so that calls of two ubatches cannot meet each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dbo.moe.symm_copy import Channel, Table
 from gpu import board
 from gpu.group import rows_as_bytes
 
@@ -21,6 +23,40 @@ if TYPE_CHECKING:
 NAME = "symm_copy"
 
 
+def exchange_counts(world: GpuWorld, process_group: Any, counts: torch.Tensor, channel: Channel) -> Table:
+    """Everybody's counts `[R]`, by rank; the host waits for them, first of all for its own device."""
+    recorder = world.trace
+    index = world.next_index(NAME)
+    recorder.came(NAME, index, f"{channel[1]}.counts")
+    recorder.waits(board.COLLECTIVE, "receive counts of symm_copy", NAME, index)
+    told = counts.cpu().contiguous()
+    table = [torch.empty_like(told) for _ in range(world.size)]
+    with world.peers_may_fail():
+        dist.all_gather(table, told, group=process_group)
+    recorder.goes_on()
+    recorder.end_visit(recorder.task)
+    why = {"why": "receive counts of symm_copy", "declared": True}
+    recorder.on_line("host.wait", world.current_stream().name, why)
+    return [row.tolist() for row in table]
+
+
+@contextmanager
+def sending(world: GpuWorld, channel: Channel) -> Iterator[int]:
+    """Around queueing a rank's copies: the exchange's number, its place on the board, a transfer in the trace."""
+    recorder, op = world.trace, channel[1]
+    index = world.next_index(NAME)
+    recorder.came(NAME, index, op)
+    recorder.timed_device("transfer", f"{op}.copy", attrs={"group": NAME, "index": index, "op": op, "sms": 0})
+    yield index
+    recorder.end_visit(recorder.task)
+
+
+def arrives(world: GpuWorld, op: str, index: int) -> None:
+    """Write into the trace that the current stream waits for the signals of all peers."""
+    name = f"{op}.signals"
+    world.trace.device("wait", name, attrs={"event": name}, after=(world.trace.meet_reference(NAME, index),))
+
+
 class GlooCopies:
     """One rank's end; see `dbo.moe.symm_copy.SymmetricCopies`."""
 
@@ -28,62 +64,59 @@ class GlooCopies:
         self.world = world
         self.process_group = process_group
 
-    def exchange_counts(self, counts: torch.Tensor, *, channel: tuple[int, str]) -> list[list[int]]:
-        """Everybody's counts `[R]`, by rank; the host waits for them."""
-        world, recorder = self.world, self.world.trace
-        index = world.next_index(NAME)
-        recorder.came(NAME, index, f"{channel[1]}.counts")
-        recorder.waits(board.COLLECTIVE, "receive counts of symm_copy", NAME, index)
-        table = [torch.empty_like(counts) for _ in range(world.size)]
-        with world.peers_may_fail():
-            dist.all_gather(table, counts.contiguous(), group=self.process_group)
-        recorder.goes_on()
-        recorder.end_visit(recorder.task)
-        recorder.on_line(
-            "host.wait", world.current_stream().name, {"why": "receive counts of symm_copy", "declared": True}
-        )
-        return [row.tolist() for row in table]
+    def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
+        """Nothing is reserved: messages come with their memory."""
+
+    def own_rows(self, like: torch.Tensor, table: Table, *, channel: Channel) -> None:
+        """Own rows travel like the others."""
+
+    def exchange_counts(self, counts: torch.Tensor, *, channel: Channel) -> Table:
+        return exchange_counts(self.world, self.process_group, counts, channel)
 
     def send(
-        self, arrays: Sequence[torch.Tensor], mine: Sequence[int], theirs: Sequence[int], *, channel: tuple[int, str]
+        self, arrays: Sequence[torch.Tensor], table: Table, *, channel: Channel, to_all: bool = False
     ) -> GlooArrival:
-        """Rows of each of `arrays` go to peers by `mine` and come by `theirs`."""
         world = self.world
-        world.trace.launches()
-        index = world.next_index(NAME)
-        world.trace.came(NAME, index, channel[1])
-        received, works = [], []
-        for array in arrays:
-            incoming = array.new_empty((sum(theirs), *array.shape[1:]))
-            works.append(
-                dist.all_to_all_single(
-                    rows_as_bytes(incoming), rows_as_bytes(array.contiguous()), list(theirs), list(mine),
-                    group=self.process_group, async_op=True,
-                )
-            )  # fmt: skip
-            received.append(incoming)
-        return GlooArrival(world, index, channel[1], tuple(received), works)
+        mine, theirs = list(table[world.rank]), [sent[world.rank] for sent in table]
+        with sending(world, channel) as index:
+            received, works = [], []
+            for array in arrays:
+                rows = array.repeat(world.size, *[1] * (array.dim() - 1)) if to_all else array.contiguous()
+                incoming = array.new_empty((sum(theirs), *array.shape[1:]))
+                works.append(
+                    dist.all_to_all_single(
+                        rows_as_bytes(incoming), rows_as_bytes(rows), theirs, mine, group=self.process_group,
+                        async_op=True,
+                    )
+                )  # fmt: skip
+                received.append(incoming)
+        return GlooArrival(world, index, channel[1], tuple(received), theirs, works)
 
 
 class GlooArrival:
     """What peers are sending in one exchange."""
 
     def __init__(
-        self, world: GpuWorld, index: int, op: str, received: tuple[torch.Tensor, ...], works: list[Any]
-    ) -> None:
+        self, world: GpuWorld, index: int, op: str, received: tuple[torch.Tensor, ...], theirs: Sequence[int],
+        works: list[Any],
+    ) -> None:  # fmt: skip
         self._world = world
         self._index = index
         self._op = op
         self._received = received
+        self._theirs = list(theirs)
         self._works = works
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """The rows by source rank, one array for each that was sent."""
+    def rows(self) -> tuple[torch.Tensor, ...]:
         recorder = self._world.trace
-        recorder.launches()
         recorder.waits(board.COLLECTIVE, f"the peers' {self._op}", NAME, self._index)
+        arrives(self._world, self._op, self._index)
         with self._world.peers_may_fail():
             for work in self._works:
                 work.wait()
         recorder.goes_on()
+        recorder.launches()
         return self._received
+
+    def blocks(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        return tuple(array.split(self._theirs) for array in self.rows())

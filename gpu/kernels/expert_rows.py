@@ -57,6 +57,14 @@ def _place(
     tl.store(places + pair, tl.where(expert >= 0, place, -1), mask=pair < num_pairs)
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def _invert(places, sources, num_pairs, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of each place."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + pair, mask=pair < num_pairs, other=-1)
+    tl.store(sources + place, pair // K, mask=place >= 0)
+
+
 @triton.jit
 def _spread(x, places, rows, stride_x, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """A block of a row of `x` to the row's places."""
@@ -138,6 +146,18 @@ class TritonRows:
             _spread[grid](x, places, rows, x.stride(0), H=hidden, K=top_k, BLOCK=block, num_warps=4)
         return rows
 
+    def sources(self, places: Tensor) -> Tensor:
+        """The row of each place, `[N, K]` int32 to `[P]` int32; places that nobody has are undefined."""
+        found = torch.empty(places.numel(), dtype=torch.int32, device=places.device)
+        if places.numel():
+            _invert[(triton.cdiv(places.numel(), 1024),)](places, found, places.numel(), K=places.shape[1], BLOCK=1024)
+        return found
+
+    def spread_gate_up(self, x: Tensor, places: Tensor, weights_LGH: Tensor, ends: Tensor) -> Tensor:
+        if gathers(places.numel(), ends.shape[0], weights_LGH.shape[1] // 2):
+            return grouped_gemm.gathered_gate_up(x, self.sources(places), weights_LGH, ends)
+        return self.gate_up(self.spread(x, places), weights_LGH, ends)
+
     def activate(self, gate_up: Tensor, ends: Tensor | None) -> Tensor:
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         active = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -184,6 +204,14 @@ def own_products(pairs: int, num_local: int, width: int) -> bool:
     work is short, and torch's kernel, which goes on to the next tile while it stores one, wins by a twentieth.
     """
     return pairs <= 96 * num_local or width >= 1024
+
+
+def gathers(pairs: int, num_local: int, width: int) -> bool:
+    """Whether the first product takes rows from where they are, instead of from a copy by expert.
+
+    That costs the product a twentieth and saves writing and reading every pair's row, so it pays where products are short.
+    """
+    return pairs > 96 * num_local and width < 1024
 
 
 def _columns(width: int) -> int:

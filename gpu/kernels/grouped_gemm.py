@@ -10,7 +10,7 @@ P pairs, L local experts, H hidden size, I expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -40,6 +40,14 @@ def _find(ends, tile, num_local, slots, LANES: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
+def _gated(gate, up, dtype: tl.constexpr):
+    """`silu(gate) * up`, rounded where torch rounds: the products, silu, and their product."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _gate_up(
     rows, weights, active, ends, num_local, slots, hidden,
     WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -54,12 +62,39 @@ def _gate_up(
             a = rows.load([first, k])
             gate = tl.dot(a, weights.load([at, k]).T, gate)
             up = tl.dot(a, weights.load([at + WIDTH, k]).T, up)
-        # Rounded where torch rounds: the products, silu, and their product.
-        dtype = active.dtype.element_ty
-        gate = gate.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        value = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+        value = _gated(gate, up, active.dtype.element_ty)
         row = first + tl.arange(0, BLOCK_M)
+        lane = column + tl.arange(0, BLOCK_N)
+        inside = (row < stop)[:, None] & (lane < WIDTH)[None, :]
+        tl.store(active + row.to(tl.int64)[:, None] * WIDTH + lane[None, :], value, mask=inside)
+
+
+@triton.jit
+def _gathered_gate_up(
+    x, sources, weights, active, ends, num_local, hidden, stride_x,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_gate_up`, with rows taken from where they are: row i of the groups is row `sources[i]` of `x`."""
+    expert, first, stop = _find(ends, tl.program_id(1), num_local, 0, LANES, BLOCK_M)
+    if expert < num_local:
+        column = tl.program_id(0) * BLOCK_N
+        at = expert * (2 * WIDTH) + column
+        row = first + tl.arange(0, BLOCK_M)
+        # Behind the expert's end any row does: its product is not stored.
+        source = tl.load(sources + row, mask=row < stop, other=0).to(tl.int64)
+        depth = tl.arange(0, BLOCK_K)
+        corner = x + source[:, None] * stride_x + depth[None, :]
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, hidden, BLOCK_K):
+            if EVEN:
+                a = tl.load(corner + k)
+            else:
+                a = tl.load(corner + k, mask=(depth < hidden - k)[None, :], other=0.0)
+            gate = tl.dot(a, weights.load([at, k]).T, gate)
+            up = tl.dot(a, weights.load([at + WIDTH, k]).T, up)
+        value = _gated(gate, up, active.dtype.element_ty)
         lane = column + tl.arange(0, BLOCK_N)
         inside = (row < stop)[:, None] & (lane < WIDTH)[None, :]
         tl.store(active + row.to(tl.int64)[:, None] * WIDTH + lane[None, :], value, mask=inside)
@@ -100,6 +135,17 @@ GATE_UP = {
     64: Tile(rows=64, columns=128, depth=64, num_warps=4, num_stages=4),
     128: Tile(rows=128, columns=128, depth=64, num_warps=8, num_stages=4),
 }
+GATHERED = {
+    16: Tile(rows=16, columns=64, depth=128, num_warps=4, num_stages=3),
+    64: Tile(rows=64, columns=128, depth=64, num_warps=4, num_stages=4),
+    128: Tile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
+}
+NARROW = {
+    16: replace(GATHERED[16], columns=64),
+    64: replace(GATHERED[64], columns=64),
+    128: Tile(rows=64, columns=64, depth=64, num_warps=4, num_stages=4),
+}
+"""For experts no wider than such a tile."""
 DOWN = {
     16: Tile(rows=16, columns=128, depth=128, num_warps=4, num_stages=3),
     64: Tile(rows=64, columns=256, depth=64, num_warps=4, num_stages=4),
@@ -127,6 +173,20 @@ def gate_up(rows: Tensor, weights_LGH: Tensor, ends: Tensor, tile: Tile | None =
         _gate_up[_grid(pairs, num_local, width, tile)](
             _blocks(rows, tile.rows, tile.depth), _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth),
             active, ends, num_local, slots, hidden, WIDTH=width, **_constants(num_local, tile),
+        )  # fmt: skip
+    return active
+
+
+def gathered_gate_up(x: Tensor, sources: Tensor, weights_LGH: Tensor, ends: Tensor, tile: Tile | None = None) -> Tensor:
+    """`gate_up` of the rows `x[sources]`, `[N, H]` and `[P]` int32 to `[P, I]`, which are copied nowhere."""
+    (pairs,), hidden, (num_local, both, _) = sources.shape, x.shape[1], weights_LGH.shape
+    width = both // 2
+    active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    if pairs:
+        tile = tile or (NARROW if width <= 64 else GATHERED)[tile_rows(pairs, num_local)]
+        _gathered_gate_up[_grid(pairs, num_local, width, tile)](
+            x, sources, _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth), active, ends, num_local, hidden,
+            x.stride(0), WIDTH=width, EVEN=hidden % tile.depth == 0, **_constants(num_local, tile),
         )  # fmt: skip
     return active
 

@@ -41,6 +41,64 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def _add_norm(residual, x, weight, total, out, eps, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    at = row * H + column
+    value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    value = (value + tl.load(x + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+    tl.store(total + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+    scaled = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    scaled = scaled * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `dbo.model.layers.add_rms_norm`: `[T, H]` each; the sum is written once and not read again."""
+    hidden = x.shape[-1]
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(total) if out is None else out
+    if x.numel():
+        block = triton.next_power_of_2(hidden)
+        _add_norm[(x.numel() // hidden,)](
+            residual.contiguous(), x.contiguous(), weight, total, out, eps, H=hidden, BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
+        )  # fmt: skip
+    return total, out
+
+
+@triton.jit
+def _add_three(residual, routed, shared, out, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H  # a constant: what may be masked off is known to come in whole vectors
+    at = row * H + column
+    # Rounded where two sums would round.
+    both = tl.load(routed + at, mask=inside).to(tl.float32) + tl.load(shared + at, mask=inside).to(tl.float32)
+    both = both.to(out.dtype.element_ty).to(tl.float32)
+    value = tl.load(residual + at, mask=inside).to(tl.float32) + both
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def add_three(residual: Tensor, routed: Tensor, shared: Tensor) -> Tensor:
+    """As `dbo.model.layers.add_three`, in one pass."""
+    hidden = residual.shape[-1]
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    if out.numel():
+        block = min(2048, triton.next_power_of_2(hidden))
+        _add_three[(out.numel() // hidden, triton.cdiv(hidden, block))](
+            residual.contiguous(), routed.contiguous(), shared.contiguous(), out, H=hidden, BLOCK=block,
+            num_warps=max(1, block // 512),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _turned(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr):
     """Rotate neighbouring pairs of `x` `[ROWS, 2 * PAIRS]`; `cos` and `sin` `[PAIRS]`."""
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [ROWS, PAIRS, 2]))
@@ -203,4 +261,4 @@ def route(logits: Tensor, padding_rows: Tensor, top_k: int, scaling: float) -> t
 def gated(gate_up: Tensor) -> Tensor:
     """As `dbo.model.layers.gated`: `[..., 2I]` to `[..., I]`."""
     flat = gate_up.reshape(-1, gate_up.shape[-1])
-    return TRITON_ROWS.activate(flat, None).view(*gate_up.shape[:-1], -1)
+    return TRITON_ROWS.activate(flat, None).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

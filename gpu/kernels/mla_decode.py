@@ -18,15 +18,17 @@ from torch import Tensor
 _HEADS = 16
 """Heads of a program: the least that a matrix unit takes."""
 
+LN_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def _attend(
-    latent_queries, queries, cache, table, row_requests, positions, padding, parts, lses, out,
+    latent_queries, queries, cache, table, row_requests, positions, padding, parts, lses, out, whole,
     queries_per_request, scale_log2, stride_latent_head, stride_latent_row, stride_query_row, stride_table,
     stride_out_head, stride_out_row,
     HEADS: tl.constexpr, LATENT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -78,19 +80,22 @@ def _attend(
     part = ((row * SPLITS + split) * HEADS + head).to(tl.int64)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     wanted = real[:, None] & lane_real[None, :]
+    lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
     if SPLITS == 1:
+        if WITH_LSE:
+            tl.store(whole + row * HEADS + head, lse * LN_2, mask=real)
         at = out + head[:, None] * stride_out_head + row * stride_out_row + lane[None, :]
         tl.store(at, mixed.to(out.dtype.element_ty), mask=wanted)
     else:
-        tl.store(lses + part, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=real)
+        tl.store(lses + part, lse, mask=real)
         # Nothing to say: the merge reads the log-sum-exp first.
         tl.store(parts + part[:, None] * LATENT + lane[None, :], mixed, mask=wanted & (first < last))
 
 
 @triton.jit
 def _merge(
-    parts, lses, out, stride_head, stride_row,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr,
+    parts, lses, out, whole, stride_head, stride_row,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -105,6 +110,8 @@ def _merge(
     wanted = inside[None, :] & (weight > 0)[:, None]
     value = tl.load(parts + part[:, None] * LATENT + lane[None, :], mask=wanted, other=0.0)
     total = tl.sum(weight, axis=0)
+    if WITH_LSE:
+        tl.store(whole + row * HEADS + head, tl.where(total > 0, peak + tl.log2(total), float("-inf")) * LN_2)
     mixed = tl.sum(value * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     target = out + head * stride_head + row * stride_row + lane
     tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
@@ -142,6 +149,7 @@ def mla_decode(
     padding_rows: Tensor,
     max_keys: int,
     scale: float,
+    lse: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Attention of every row to the keys of its request up to its own position.
@@ -150,8 +158,10 @@ def mla_decode(
         latent_queries: `[heads, T, latent]`, the absorbed part. queries: `[T, heads, nope + rope]`; the last part is used.
         cache_rows: `[slots, latent + rope]`, contiguous. block_table: `[R, pages]` int32.
         row_requests: `[T]`, floor-divided by `queries_per_request` each row's request.
-        positions: `[T]` int64. padding_rows: `[T, 1]` bool; such rows give 0 and read nothing.
+        positions: `[T]` int64, the last key that a row sees, -1: none. padding_rows: `[T, 1]` bool, they see none. Rows
+            that see no key give 0 and read nothing.
         max_keys: a bound for any row's keys (host); chooses the splits.
+        lse: `[T, heads]` fp32, contiguous: filled with the log-sum-exp of each row's scores, base e; no key: minus infinity.
 
     Returns:
         `[heads, T, latent]`.
@@ -171,17 +181,18 @@ def mla_decode(
     power = triton.next_power_of_2
     _attend[(num_rows, splits, head_blocks)](
         latent_queries, queries, cache_rows, block_table, row_requests, positions,
-        padding_rows.contiguous().view(torch.uint8), parts, lses, out, queries_per_request, scale * 1.4426950408889634,
+        padding_rows.contiguous().view(torch.uint8), parts, lses, out, lses if lse is None else lse, queries_per_request,
+        scale * 1.4426950408889634,
         latent_queries.stride(0), latent_queries.stride(1), queries.stride(0), block_table.stride(0),
         out.stride(0), out.stride(1),
         HEADS=heads, LATENT=latent, NOPE=width - rope, ROPE=rope, PAGE=page_size, SPLITS=splits,
         LATENT_BLOCK=power(latent), ROPE_BLOCK=max(16, power(rope)), BLOCK_H=_HEADS, BLOCK_N=tuning.block_keys,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        WITH_LSE=lse is not None, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     if splits == 1:
         return out
     _merge[(num_rows, heads)](
-        parts, lses, out, out.stride(0), out.stride(1),
-        HEADS=heads, LATENT=latent, SPLITS=splits, LATENT_BLOCK=power(latent), num_warps=4,
+        parts, lses, out, lses if lse is None else lse, out.stride(0), out.stride(1),
+        HEADS=heads, LATENT=latent, SPLITS=splits, LATENT_BLOCK=power(latent), WITH_LSE=lse is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -78,25 +78,30 @@ class FusedCopyRows:
         return out
 
     def pack(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, ranks: int, local_experts: int, rows: int | None
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, ranks: int, local_experts: int, rows: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        total = ranks * x.shape[0] if rows is None else rows
-        packed = self._empty((total, x.shape[1]), x.dtype)
-        routing = self._empty((total, 2 * topk_ids.shape[1]), torch.float32)
+        packed = self._empty((rows, x.shape[1]), x.dtype)
+        routing = self._empty((rows, 2 * topk_ids.shape[1]), torch.float32)
         places = self._empty((ranks, x.shape[0]), torch.int64)
         made = (packed, routing, places)
         self._kernel("pack", self._rows.pack, (x, topk_weights, topk_ids), made, ranks, local_experts, rows)
         return made
 
-    def unpack(self, routing: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, topk_weights: Tensor, topk_ids: Tensor, ranks: int, local_experts: int) -> tuple[Tensor, Tensor]:
+        tokens, top_k = topk_ids.shape
+        made = self._empty((tokens, 2 * top_k), torch.float32), self._empty((ranks, tokens), torch.int64)
+        self._kernel("route", self._rows.route, (topk_weights, topk_ids), made, ranks, local_experts)
+        return made
+
+    def unpack(self, routing: Tensor, first_expert: int, local_experts: int) -> tuple[Tensor, Tensor]:
         shape = (routing.shape[0], routing.shape[1] // 2)
         ids, weights = self._empty(shape, torch.int64), self._empty(shape, torch.float32)
-        self._kernel("unpack", self._rows.unpack, (routing,), (ids, weights))
+        self._kernel("unpack", self._rows.unpack, (routing,), (ids, weights), first_expert, local_experts)
         return ids, weights
 
-    def reduce(self, rows: Tensor, places: Tensor) -> Tensor:
-        combined = self._empty((places.shape[1], rows.shape[1]), rows.dtype)
-        self._kernel("reduce", self._rows.reduce, (rows, places), (combined,))
+    def reduce(self, blocks: Sequence[Tensor], places: Tensor) -> Tensor:
+        combined = self._empty((places.shape[1], blocks[0].shape[1]), blocks[0].dtype)
+        self._kernel("reduce", lambda *read: self._rows.reduce(read[:-1], read[-1]), (*blocks, places), (combined,))
         return combined
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

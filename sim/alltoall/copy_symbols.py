@@ -43,21 +43,25 @@ class SymbolCopyRows:
         return counts
 
     def pack(
-        self, x: Symbol, topk_weights: Symbol, topk_ids: Symbol, ranks: int, local_experts: int, rows: int | None
+        self, x: Symbol, topk_weights: Symbol, topk_ids: Symbol, ranks: int, local_experts: int, rows: int
     ) -> tuple[Symbol, Symbol, Symbol]:
-        total = ranks * x.shape[0] if rows is None else rows
-        routing = Symbol(self.world, (total, 2 * topk_ids.shape[1]), name="routing")
+        routing = Symbol(self.world, (rows, 2 * topk_ids.shape[1]), name="routing")
         places = Symbol(self.world, (ranks, x.shape[0]), itemsize=8, name="places")
         inputs = [x, topk_ids, topk_weights]
-        return launch(self.world, "pack", inputs, (total, x.shape[1]), writes=[routing, places]), routing, places
+        return launch(self.world, "pack", inputs, (rows, x.shape[1]), writes=[routing, places]), routing, places
 
-    def unpack(self, routing: Symbol) -> tuple[Symbol, Symbol]:
+    def route(self, topk_weights: Symbol, topk_ids: Symbol, ranks: int, local_experts: int) -> tuple[Symbol, Symbol]:
+        tokens, top_k = topk_ids.shape
+        places = Symbol(self.world, (ranks, tokens), itemsize=8, name="places")
+        return launch(self.world, "route", [topk_ids, topk_weights], (tokens, 2 * top_k), writes=[places]), places
+
+    def unpack(self, routing: Symbol, first_expert: int, local_experts: int) -> tuple[Symbol, Symbol]:
         shape = (routing.shape[0], routing.shape[1] // 2)
         weights = Symbol(self.world, shape, name="weights")
         return launch(self.world, "unpack", [routing], shape, writes=[weights]), weights
 
-    def reduce(self, rows: Symbol, places: Symbol) -> Symbol:
-        return launch(self.world, "reduce", [rows, places], (places.shape[1], rows.shape[1]))
+    def reduce(self, blocks: Sequence[Symbol], places: Symbol) -> Symbol:
+        return launch(self.world, "reduce", [*blocks, places], (places.shape[1], blocks[0].shape[1]))
 
 
 def _nothing(*values: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dbo.moe.symm_copy import Channel
+from dbo.moe.symm_copy import Channel, Table
 from dbo.trace import Access
 from sim.alltoall.symmetric_memory import REGION_BYTES, Fabric
 
@@ -36,6 +36,12 @@ class SymmetricMemory:
         self.calls.clear()
         self.fabric.restart()
 
+    def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
+        """Regions of the simulated machine have no size."""
+
+    def own_rows(self, like: Any, table: Table, *, channel: Channel) -> None:
+        """Own rows are copied when the others are."""
+
     def exchange_counts(self, counts: Any, *, channel: Channel) -> list[list[int]]:
         world = self.world
         world.refuse_in_capture("host wait for receive counts")
@@ -55,12 +61,11 @@ class SymmetricMemory:
         found = self.fabric.held(world.rank, channel)
         return [told() if rank == world.rank else found[rank] for rank in range(world.size)]
 
-    def send(
-        self, arrays: Sequence[Any], mine: Sequence[int], theirs: Sequence[int], *, channel: Channel
-    ) -> SimArrival:
+    def send(self, arrays: Sequence[Any], table: Table, *, channel: Channel, to_all: bool = False) -> SimArrival:
         world = self.world
-        arrival = SimArrival(self, channel, arrays, mine, theirs)
-        blocks = _blocks(arrays, mine, world.tensors.rows)
+        mine = table[world.rank]
+        blocks = [tuple(arrays)] * world.size if to_all else _blocks(arrays, mine, world.tensors.rows)
+        arrival = SimArrival(self, channel, arrays, blocks[world.rank], [sent[world.rank] for sent in table])
 
         def start() -> None:
             arrival.call = self._next_call(channel)
@@ -139,21 +144,26 @@ class SimArrival:
     """What peers send to this rank in one exchange; own rows never travel."""
 
     def __init__(
-        self, memory: SymmetricMemory, channel: Channel, arrays: Sequence[Any], mine: Sequence[int],
+        self, memory: SymmetricMemory, channel: Channel, arrays: Sequence[Any], own: Sequence[Any],
         theirs: Sequence[int],
     ) -> None:  # fmt: skip
         self.memory, self.channel = memory, channel
-        self.arrays, self.mine, self.theirs = tuple(arrays), tuple(mine), tuple(theirs)
+        self.arrays, self.own, self.theirs = tuple(arrays), tuple(own), tuple(theirs)
         self.call = -1
 
-    def wait(self) -> tuple[Any, ...]:
+    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+        """By source rank, as views of what `rows` has copied out: the machine has no use for the saved copy."""
+        ends = [sum(self.theirs[: source + 1]) for source in range(len(self.theirs))]
+        spans = list(zip([0, *ends], ends, strict=False))
+        return tuple(tuple(self.memory.world.tensors.rows(array, *span) for span in spans) for array in self.rows())
+
+    def rows(self) -> tuple[Any, ...]:
         memory, world, rank = self.memory, self.memory.world, self.memory.world.rank
         payload, access = memory.payload, world.tensors.access
         received = tuple(
             payload.empty((sum(self.theirs), *array.shape[1:]), array, "received") for array in self.arrays
         )
-        start = sum(self.mine[:rank])
-        own = tuple(world.tensors.rows(array, start, start + self.mine[rank]) for array in self.arrays)
+        own = self.own
         region = memory.fabric.region(rank, self.channel)
         reads = tuple(a for a in map(access, own) if _size(a))
         writes = tuple(a for a in map(access, received) if _size(a))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from dbo.moe.symm_copy import Channel
+from dbo.moe.symm_copy import Channel, Table
 from dbo.player import RESULTS, SchedulePlayer
 from dbo.program import Program
 from dbo.ubatch import dbo_current_ubatch_id, dbo_enabled, dbo_get_previous_event
@@ -74,11 +74,17 @@ class _Deaf:
     def __init__(self, arrival: Any) -> None:
         self._arrival = arrival
 
-    def wait(self) -> tuple[Any, ...]:
+    def rows(self) -> tuple[Any, ...]:
+        return self._at_once(self._arrival.rows)
+
+    def blocks(self) -> tuple[Any, ...]:
+        return self._at_once(self._arrival.blocks)
+
+    def _at_once(self, ask: Callable[[], Any]) -> tuple[Any, ...]:
         memory = self._arrival.memory
         wait, memory._wait_for_signals = memory._wait_for_signals, lambda channel, call: None
         try:
-            return tuple(self._arrival.wait())
+            return tuple(ask())
         finally:
             memory._wait_for_signals = wait
 
@@ -89,19 +95,22 @@ class _Through:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def exchange_counts(self, counts: Any, *, channel: Channel) -> list[list[int]]:
+    def own_rows(self, like: Any, table: Table, *, channel: Channel) -> Any:
+        return self._inner.own_rows(like, table, channel=channel)
+
+    def exchange_counts(self, counts: Any, *, channel: Channel) -> Table:
         return list(self._inner.exchange_counts(counts, channel=channel))
 
-    def send(self, arrays: Any, mine: Any, theirs: Any, *, channel: Channel) -> Any:
-        return self._inner.send(arrays, mine, theirs, channel=channel)
+    def send(self, arrays: Any, table: Table, *, channel: Channel, to_all: bool = False) -> Any:
+        return self._inner.send(arrays, table, channel=channel, to_all=to_all)
 
 
 def skip_signal(program: Program, site: Site) -> Program:
     """A receive copies rows out of its region without waiting for the peers' signals."""
 
     class Skipping(_Through):
-        def send(self, arrays: Any, mine: Any, theirs: Any, *, channel: Channel) -> Any:
-            arrival = super().send(arrays, mine, theirs, channel=channel)
+        def send(self, arrays: Any, table: Table, *, channel: Channel, to_all: bool = False) -> Any:
+            arrival = super().send(arrays, table, channel=channel, to_all=to_all)
             return _Deaf(arrival) if _affected(site) else arrival
 
     def wrap(backend: Any) -> Any:
@@ -115,11 +124,11 @@ def one_region(program: Program, site: Site) -> Program:
     """All ubatches receive in the regions of ubatch 0."""
 
     class Sharing(_Through):
-        def exchange_counts(self, counts: Any, *, channel: Channel) -> list[list[int]]:
+        def exchange_counts(self, counts: Any, *, channel: Channel) -> Table:
             return super().exchange_counts(counts, channel=(0, channel[1]))
 
-        def send(self, arrays: Any, mine: Any, theirs: Any, *, channel: Channel) -> Any:
-            return super().send(arrays, mine, theirs, channel=(0, channel[1]))
+        def send(self, arrays: Any, table: Table, *, channel: Channel, to_all: bool = False) -> Any:
+            return super().send(arrays, table, channel=(0, channel[1]), to_all=to_all)
 
     def wrap(backend: Any) -> Any:
         backend.copies = Sharing(backend.copies)

@@ -35,12 +35,12 @@ def padding_leak(program: Program, site: Site) -> Program:
     """Padding rows keep a real expert id, so they are dispatched."""
 
     class Leaking(FusedMoEModularKernel):
-        def forward(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> Any:
+        def parts(self, hidden: Any, topk_weights: Any, topk_ids: Any, *, layer: int) -> tuple[Any, Any]:
             if hasattr(topk_ids, "notes"):
                 topk_ids.notes["rows"] = hidden.shape[0]
             else:
                 topk_ids = topk_ids.clamp(min=0)
-            return super().forward(hidden, topk_weights, topk_ids, layer=layer)
+            return super().parts(hidden, topk_weights, topk_ids, layer=layer)
 
     return replace(program, kernel=Leaking)
 

@@ -7,12 +7,28 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dbo.cli import frame
-from gpu import check
+from dbo.program import Program
+from gpu import check, handoff, plants
+from gpu.check_parts import edges, hangs, leftovers
+from gpu.check_parts.setup import Setup
+from gpu.host import ThreadHost
+from gpu.world import launch
 from tests.meta.source_tree import ROOT
+
+
+def setup_of(backend):
+    run = partial(launch, ranks=2, device="cpu", timeout_s=120.0)
+    return Setup(run=run, ranks=2, device="cpu", asked_device="cpu", backends=(backend,))
 
 
 def answer(capsys, *words):
@@ -58,6 +74,96 @@ def test_the_device_check_says_what_it_found(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("ok") and "watchdog nccl" in line for line in lines), lines
     assert any("40 steps" in line for line in lines) and lines[-1].startswith("2 checks, 0 failed")
+
+
+def test_the_watchdog_part_says_when_what_happened(capsys):
+    assert check.main(["--device", "cpu", "--only", "watchdog", "--backend", "deepep_low_latency"]) == 0
+    out = capsys.readouterr().out
+    for fault in ("skip_a_dispatch", "drop_a_yield", "keep_the_baton", "die_in_an_exchange", "die_computing"):
+        assert f"{fault}: reported " in out, out
+    assert out.count(" s after the fault") == 5 and "WRONG" not in out, out
+
+
+def test_a_hang_that_is_misnamed_or_never_struck_fails():
+    setup = setup_of("nccl")
+    wrong = hangs.Hang(planted=plants.drop_a_yield, reason="stalled", ubatch=1)
+    passed, after_s, words = hangs._hang(setup, "nccl", wrong)
+    assert not passed and after_s is not None
+    assert "WRONG: reason is unequal-yields, not stalled" in words and "WRONG: ubatch is 0, not 1" in words
+    passed, after_s, words = hangs._hang(setup, "nccl", hangs.Hang(planted=Program, reason="stalled"))
+    assert not passed and after_s is None and "no report" in words
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep_low_latency"])
+def test_planted_faults_are_found_in_the_trace(backend):
+    passed, words = edges.check_trace(setup_of(backend), backend)
+    assert passed, words
+    if backend == "nccl":
+        assert "miss_a_wait: rank 1 step 0 layer 2 ubatch 0: C.send is not ordered after MLP" in words
+        assert "record_late: rank 1 step 0 layer 2 ubatch 0: D.send waits for A1 of ubatch 1 too" in words
+    else:
+        assert words.count("has no place") == 2, "one stream: nothing waits for another one"
+
+
+def test_a_fault_that_is_not_found_in_the_trace_fails():
+    job = setup_of("nccl").job("nccl", keep_logits=False, max_steps=2)
+    harmless = edges.Fault(planted=Program, kind="unordered", point="C.send")
+    passed, words = edges._planted(setup_of("nccl"), job, harmless, 0)
+    assert not passed and "NOT FOUND" in words
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep_low_latency"])
+def test_a_raising_ubatch_leaves_nothing_behind(backend):
+    passed, words = leftovers.check_leftovers(setup_of(backend), backend)
+    assert passed, words
+    assert f"{int(backend != 'nccl')} hooks were pending" in words
+
+
+@pytest.mark.parametrize("kind", ["thread", "greenlet"])
+def test_a_worker_keeps_nothing_of_its_work(kind):
+    if kind == "greenlet":
+        pytest.importorskip("greenlet", reason="ubatches as greenlets need it")
+        from gpu.greenlets import GreenletHost
+
+        host = GreenletHost(handoff._recorder(), lambda stream: None, None)
+    else:
+        host = ThreadHost(handoff._recorder(), None, lambda: None)
+    worker, held = host.worker("u0"), set()
+    gone = weakref.ref(held)
+    worker.submit(partial(held.add, "done"))
+    worker.join()
+    assert held == {"done"}
+    del held
+    assert gone() is None, "a thread that waits for its next step still held the last one"
+    host.close()
+
+
+@dataclass(frozen=True)
+class Leaky:
+    """What fails leaves a thread, a tensor, and a hook behind."""
+
+    inner: leftovers.Leftovers
+
+    def __call__(self, world):
+        kept, spring = [], leftovers.Trap.spring
+
+        def leaks(trap, context):
+            if trap.armed:
+                kept.append(torch.zeros(1000))
+                threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+                trap.contexts.append(SimpleNamespace(recv_hook=(0, 0, print, ()), left=True))
+            spring(trap, context)
+
+        leftovers.Trap.spring = leaks
+        return self.inner(world)
+
+
+def test_what_is_left_behind_is_told():
+    setup = setup_of("nccl")
+    launched = setup.run(Leaky(leftovers.Leftovers(setup.job("nccl"), graphs=False)), trace=False)
+    assert launched.errors == [None, None], launched.errors
+    told = " ".join(launched.values[0].problems)
+    assert "'forgotten'" in told and "tensors of 4000 bytes stay alive" in told and "1 hooks pending" in told, told
 
 
 def test_the_device_check_refuses_where_devices_are_missing(capsys):

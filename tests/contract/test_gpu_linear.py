@@ -32,13 +32,15 @@ def test_a_clean_run_is_a_linearisation(folder, backend):
 
 def test_a_missing_wait_is_named(folder):
     (problem,) = linearity(trace_of(folder, "nccl", jobs.miss_a_wait)).problems
-    assert problem.startswith("rank 1 step 0 layer 1 ubatch 0: ") and "is not ordered after" in problem
-    assert "no event is recorded" in problem or "no wait on event" in problem
+    assert problem.text.startswith("rank 1 step 0 layer 1 ubatch 0: ") and "is not ordered after" in problem.text
+    assert "no event is recorded" in problem.text or "no wait on event" in problem.text
+    assert (problem.kind, problem.rank, problem.step, problem.layer, problem.ubatch) == ("unordered", 1, 0, 1, 0)
 
 
 def test_an_event_recorded_after_the_yield_is_named(folder):
     (problem,) = linearity(trace_of(folder, "nccl", jobs.record_late)).problems
-    assert problem.startswith("rank 1 step 0 layer 1 ubatch 0: D.send waits for A1 of ubatch 1 too"), problem
+    assert problem.text.startswith("rank 1 step 0 layer 1 ubatch 0: D.send waits for A1 of ubatch 1 too"), problem
+    assert (problem.kind, problem.layer, problem.ubatch, problem.point) == ("late", 1, 0, "D.send")
 
 
 def test_times_against_an_edge_are_named():
@@ -47,6 +49,6 @@ def test_times_against_an_edge_are_named():
         Record(2, 0, "comm", "exchange", "send", t_us=30.0, dur_us=5.0, after=(1,)),
     ]
     (problem,) = linearity(Trace(records=records)).problems
-    assert problem == "send (#2) starts 20.0 us before A1 (#1) has ended"
+    assert str(problem).endswith("send (#2) starts 20.0 us before A1 (#1) has ended") and problem.kind == "time"
     records[1].t_us = 49.0
     assert linearity(Trace(records=records)).problems == ()

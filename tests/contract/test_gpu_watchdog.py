@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from dbo.check import judge
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UBatchError, UsageError
 from dbo.rank import RankMain
-from gpu import board
+from gpu import board, plants, watchdog
+from gpu.stuck import differing_exchange
 from gpu.world import launch
 from tests.gpu import jobs
 from tests.gpu.jobs import STALL_S, OnRank, small_folder, small_job
@@ -25,10 +28,10 @@ def folder(tmp_path_factory):
     return small_folder(tmp_path_factory.mktemp("model"))
 
 
-def run(program, ranks=2, stall_s=STALL_S):
+def run(program, ranks=2, stall_s=STALL_S, slow_s=None):
     """Launch; the run is over, its processes are gone, within the promised time after the last start-up."""
     before = time.monotonic()
-    launched = launch(program, ranks=ranks, device="cpu", stall_s=stall_s, timeout_s=60.0)
+    launched = launch(program, ranks=ranks, device="cpu", stall_s=stall_s, slow_s=slow_s, timeout_s=60.0)
     launched.took_s = time.monotonic() - before  # type: ignore[attr-defined]
     assert [p for p in multiprocessing.active_children() if p.name.startswith(("rank", "watchdog"))] == []
     return launched
@@ -134,6 +137,134 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_point():
 def test_a_slow_rank_is_not_a_stuck_one():
     launched = run(Slow(), stall_s=3.0)
     assert launched.report is None and launched.values == [[0, 1], [0, 1]]
+
+
+@dataclass(frozen=True)
+class SettingUp:
+    """The library takes longer for its first exchange than the watchdog's patience with lines that wait."""
+
+    def __call__(self, world):
+        plain = dist.all_gather_object
+
+        def slow(*args, **options):
+            time.sleep(2.0)
+            return plain(*args, **options)
+
+        dist.all_gather_object = slow
+        return world.control.all_gather_object(world.rank)
+
+
+@dataclass(frozen=True)
+class StartsLate:
+    """Rank 1 says nothing on the board for longer than that."""
+
+    def __call__(self, world):
+        if world.rank == 1:
+            time.sleep(2.0)
+        return world.control.all_gather_object(world.rank)
+
+
+@pytest.mark.parametrize("program", [SettingUp(), StartsLate()])
+def test_who_sets_up_is_not_stuck(program):
+    launched = run(program, stall_s=0.5, slow_s=30.0)
+    assert launched.report is None and launched.values == [[0, 1], [0, 1]], launched.report
+
+
+def test_a_library_that_never_ends_is_told_in_the_end():
+    launched = run(SettingUp(), stall_s=0.2, slow_s=0.6)
+    assert launched.report is not None and launched.report["reason"] == "stalled"
+    assert "rank 0 dp.cpu runs" in launched.report["text"]
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A board of two ranks that live, both in a step."""
+    written = board.Board.create(tmp_path / "board", 2)
+    for _, part in written.parts():
+        part.set_state(board.RUNNING, os.getpid())
+        part.write(0, (3, -1, -1, ""), 0, 0)
+    return written
+
+
+def comes(watched, rank, index, point="D.send", *, waits=True, group="ep"):
+    """Ubatch 0 of a rank comes to an exchange, and waits in it."""
+    part, tags = watched.rank(rank), (3, 1, 0, point)
+    part.log(group, index, tags, "all_to_all_single")
+    state = board.COLLECTIVE if waits else board.BUSY
+    part.write(1, tags, 0, 0, state, "collective all_to_all_single", group, index)
+
+
+def stalled(watched, still_s):
+    return watchdog._stalled(watched, still_s, 1.0, 60.0)
+
+
+def test_an_exchange_that_all_have_come_to_is_under_way(watched):
+    comes(watched, 0, 7)
+    comes(watched, 1, 7)
+    assert stalled(watched, 59.0) is None, "its first call may set up a communicator, or compile"
+    late = stalled(watched, 61.0)
+    assert late is not None and late.text.startswith("rank 0 ep runs")
+
+
+def test_a_peer_that_computes_is_waited_for(watched):
+    comes(watched, 0, 7)
+    watched.rank(1).write(1, (3, 1, 0, "A1"), 0, 0)
+    assert stalled(watched, 59.0) is None
+    late = stalled(watched, 61.0)
+    assert late is not None and (late.rank, late.ubatch, late.point) == (1, 0, "A1")
+
+
+def test_a_device_is_waited_for_while_a_peer_still_launches(watched):
+    for rank in range(2):
+        comes(watched, rank, 7, waits=rank == 1)
+    watched.rank(0).write(0, (3, -1, -1, "sample"), 0, 0, board.DEVICE, "compute: sample")
+    watched.rank(0).set_line_state(1, board.IDLE)
+    assert stalled(watched, 59.0) is None, "rank 1 has announced the exchange and may be compiling its kernel"
+    watched.rank(1).write(0, (3, -1, -1, "sample"), 0, 0, board.DEVICE, "compute: sample")
+    watched.rank(1).set_line_state(1, board.IDLE)
+    found = stalled(watched, 1.1)
+    assert found is not None and found.point == "sample", "all hosts wait: nobody launches any more"
+
+
+def test_lines_that_wait_for_each_other_are_stuck(watched):
+    comes(watched, 0, 7)
+    for line in (1, 2):
+        watched.rank(1).write(line, (3, 1, line - 1, "A1"), 2, 2, board.BATON)
+    watched.rank(1).set_line_state(0, board.JOIN)
+    assert stalled(watched, 0.9) is None
+    found = stalled(watched, 1.1)
+    assert found is not None and (found.rank, found.ubatch, found.point) == (1, 0, "A1")
+    assert found.text.startswith("rank 1 u0, rank 1 u1: stuck, each waits for another of them")
+
+
+def test_exchanges_that_were_looked_at_are_not_looked_at_again(watched):
+    agreed: dict[str, int] = {}
+    for index in range(3):
+        comes(watched, 0, index)
+        comes(watched, 1, index)
+    comes(watched, 0, 3)
+    assert differing_exchange(watched, agreed) is None and list(agreed.values()) == [3]
+    comes(watched, 1, 3, "C.send")
+    found = differing_exchange(watched, agreed)
+    assert found is not None and found.text.startswith("group ep #3") and list(agreed.values()) == [3]
+
+
+def test_the_board_keeps_the_first_time_of_what_happens(watched):
+    before = time.monotonic()
+    watched.rank(0).mark("planted")
+    first = watched.rank(0).marks()
+    watched.rank(0).mark("planted")
+    assert before <= first["planted"] <= time.monotonic() and watched.rank(0).marks() == first
+    assert watched.rank(1).marks() == {}
+
+
+def test_a_run_says_when_it_came_how_far(folder):
+    launched = run(RankMain(small_job(folder, "nccl", program_of=plants.OnRank(1, plants.die_computing))))
+    assert launched.report is not None and place(launched.report) == (1, 1, "MLP"), launched.report
+    marks = launched.marks[1]
+    assert 0 < marks["started"] <= marks["connected"] <= marks["stepping"] <= marks["planted"] <= launched.reported_s
+    assert "planted" not in launched.marks[0] and len(launched.processes) == 3
+    assert not any(map(board.is_alive, launched.processes))
 
 
 def test_what_cannot_be_run_is_refused():

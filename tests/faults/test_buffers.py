@@ -100,7 +100,7 @@ def outstanding(count: int) -> Trace:
     """Six low-latency calls on two ranks; `count` of them are sent before the first of these is received."""
 
     def program(world: SimWorld) -> None:
-        backend = DeepEPLowLatencyPrepareAndFinalize(world.low_latency, num_experts=4, max_tokens_per_rank=4)
+        backend = DeepEPLowLatencyPrepareAndFinalize(world, world.low_latency, num_experts=4, max_tokens_per_rank=4)
         x, ids = world.tensors.op("x", [], (4, 8)), world.tensors.op("ids", [], (4, 2))
         world.set_real_tokens(4)
         for _ in range(6 // count):

@@ -188,7 +188,7 @@ def two_calls(eager_between: int) -> Trace:
     """A graph of two low-latency calls, replayed after some eager ones on every rank."""
 
     def program(world: SimWorld) -> None:
-        backend = DeepEPLowLatencyPrepareAndFinalize(world.low_latency, num_experts=4, max_tokens_per_rank=4)
+        backend = DeepEPLowLatencyPrepareAndFinalize(world, world.low_latency, num_experts=4, max_tokens_per_rank=4)
         x, ids = world.tensors.op("x", [], (4, 8)), world.tensors.op("ids", [], (4, 2))
         world.set_real_tokens(4)
 

@@ -21,8 +21,9 @@ def test_two_ranks_on_one_device(capsys):
         pytest.skip(f"ranks share a device only with DeepEP V1 ({probe.DEEPEP_V1}): {why or which or 'not installed'}")
     out = run(capsys, "--share-device", "--soak", "400")
     for backend in ("deepep_low_latency", "deepep_high_throughput"):
-        for part in (f"job {backend}", f"job {backend}, graph", f"graph = eager {backend}", f"watchdog {backend}"):
-            assert part in out, out
+        parts = ("job {}", "job {}, graph", "graph = eager {}", "trace {}", "leftovers {}", "watchdog {}", "soak {}")
+        for part in parts:
+            assert part.format(backend) in out, out
     assert "nothing here says anything about speed" in out
 
 

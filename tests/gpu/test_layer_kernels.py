@@ -15,16 +15,20 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before the first import
 triton = pytest.importorskip("triton", reason="triton is not installed (extra `kernels`)")
 
+from dbo.batch_plan import DCPLayout  # noqa: E402
 from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
 from dbo.model.attention import MLAttention  # noqa: E402
+from dbo.model.dcp_attention import DCPAttention  # noqa: E402
 from dbo.model.paging import plan_paged_batch  # noqa: E402
 from dbo.model.rope import rotation  # noqa: E402
 from dbo.model.router import Router  # noqa: E402
 from dbo.moe.experts import BatchedExperts, FlatExperts  # noqa: E402
 from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts, TorchRows  # noqa: E402
-from dbo.moe.interface import ExpertInputs  # noqa: E402
+from dbo.moe.interface import ExpertInputs, PartialSums  # noqa: E402
+from dbo.moe.symm_copy_ops import TorchCopyRows  # noqa: E402
 from gpu import attention  # noqa: E402
-from gpu.kernels import grouped_gemm, layer_rows, mla_decode  # noqa: E402
+from gpu.kernels import copy_rows, grouped_gemm, layer_rows, mla_decode  # noqa: E402
+from gpu.kernels.copy_rows import TRITON_COPY_ROWS  # noqa: E402
 from gpu.kernels.expert_rows import TRITON_ROWS, own_products  # noqa: E402
 from tests.gpu.layer_config import CONFIG, attention_weights  # noqa: E402
 
@@ -313,6 +317,53 @@ def test_a_key_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(found, wanted, atol=1e-4)
 
 
+def partials_of_a_peer(name: str, layout: DCPLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the plain and the fused attention of one DCP peer give: `[T, heads, latent]` and `[T, heads]`."""
+    computed, queries = BATCHES[name]
+    weights, metadata = attention_weights(DEVICE), batch_of(computed, queries, pad=2)
+    metadata.dcp_layout = layout
+    metadata.dcp_local_seq_lens = torch.tensor(layout.local_seq_lens(metadata.seq_lens_cpu.numpy()), device=DEVICE)
+    hidden = draw(len(metadata.positions), CONFIG.hidden_size, seed=9)
+    by = rotation(metadata.positions, 1.0 / 100.0 ** torch.arange(0, 1, 0.5, device=DEVICE), 1.0)
+    batch = plan_paged_batch(metadata, metadata.positions, block_size=PAGE)
+    cache = draw(metadata.block_table_tensor.numel() + 1, PAGE, CONFIG.kv_cache_dim, seed=11)
+    rows = cache.view(-1, CONFIG.kv_cache_dim)
+    for r, length in enumerate(metadata.dcp_local_seq_lens.tolist()):  # what nobody wrote here is poison
+        slots = (metadata.block_table_tensor[r, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
+        rows[slots[length:].long()] = torch.nan
+    found = []
+    for kind in (DCPAttention, attention.FusedDCPAttention):
+        layer = kind(CONFIG, weights, "a", SimpleNamespace(size=1, rank=0))
+        with override_forward_context(ForwardContext(attn_metadata=metadata, kv_caches=[cache])):
+            found.append(layer.partial(layer.project(hidden, by).queries, rows, batch))
+    real = sum(queries)
+    assert all(out.shape == (real + 2, CONFIG.num_attention_heads, CONFIG.kv_lora_rank) for out, _ in found)
+    return [(out[:real], lse[:real]) for out, lse in found]
+
+
+@pytest.mark.parametrize("layout", [DCPLayout(size=2, rank=0), DCPLayout(size=2, rank=1, interleave=2)], ids=str)
+@pytest.mark.parametrize("name", ["decodes", "short queries", "chunks"])
+def test_a_peer_attends_to_its_own_keys(name: str, layout: DCPLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest of "chunks" is beyond the fused kernel: torch's operations then."""
+    monkeypatch.setattr(mla_decode, "splits_for", lambda *_: 1 if layout.rank else 2)
+    (wanted, wanted_lse), (found, found_lse) = partials_of_a_peer(name, layout)
+    seen = wanted_lse > -torch.inf
+    assert torch.allclose(found_lse, wanted_lse, atol=1e-5) and torch.equal(found_lse > -torch.inf, seen)
+    assert torch.allclose(found[seen], wanted[seen], atol=1e-5)
+    assert bool(seen.all()) is (layout.rank == 0), "a request of one key leaves the other peer without any"
+
+
+def test_a_key_too_many_on_a_peer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mla_decode.mla_decode
+
+    def shifted(*args, positions: torch.Tensor, **more):
+        return real(*args, positions=(positions - 1).clamp(min=0), **more)
+
+    monkeypatch.setattr(attention, "mla_decode", shifted)
+    (_, wanted), (_, found) = partials_of_a_peer("decodes", DCPLayout(size=2, rank=0))
+    assert not torch.allclose(found, wanted, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("rows", "keys", "splits"), [(64, 2048, 4), (512, 1024, 1), (1, 4096, 32), (1, 40, 1), (8192, 9, 1)]
 )
@@ -399,9 +450,89 @@ def test_decode_at_the_models_size(keys: int) -> None:
     found = mla_decode.mla_decode(
         latent, q, cache.view(-1, 576), block_table=table, page_size=page, row_requests=torch.arange(rows, device=DEVICE),
         queries_per_request=1, positions=positions, padding_rows=padding, max_keys=keys, scale=0.07,
+        lse=(lse := torch.zeros(rows, heads, device=DEVICE)),
     )  # fmt: skip
     context = cache[table.long()].flatten(1, 2)[:, :keys].float()
     whole = torch.cat((latent.transpose(0, 1), q[..., 128:]), -1).float()
-    wanted = (whole @ context.transpose(1, 2) * 0.07).softmax(-1) @ context[..., :512]
+    scores = whole @ context.transpose(1, 2) * 0.07
+    assert torch.allclose(lse[:-1], scores.logsumexp(-1)[:-1], atol=2e-2) and bool((lse[-1] == -torch.inf).all())
+    wanted = scores.softmax(-1) @ context[..., :512]
     wanted[-1] = 0
     assert (found.transpose(0, 1).float() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+# -- around the copies of backend symm_copy -----------------------------------------------------------------------
+
+
+def routed(tokens: int, experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, experts, generator=drawn).argsort(-1)[:, :top_k]
+    ids[::5] = -1  # padding
+    return torch.rand(tokens, top_k, generator=drawn).to(DEVICE), ids.to(DEVICE)
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "top_k"), [(0, 2, 2), (1, 2, 3), (77, 3, 2), (65, 8, 6)])
+def test_tokens_are_routed_to_their_peers_and_unpacked_there(tokens: int, ranks: int, top_k: int) -> None:
+    local = 4
+    weights, ids = routed(tokens, ranks * local, top_k)
+    routing, places = TRITON_COPY_ROWS.route(weights, ids, ranks, local)
+    wanted, wanted_places = TorchCopyRows().route(weights, ids, ranks, local)
+    assert torch.equal(routing, wanted) and torch.equal(places, wanted_places)
+    for rank in range(ranks):
+        mine, theirs = (rows.unpack(wanted, rank * local, local) for rows in (TRITON_COPY_ROWS, TorchCopyRows()))
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+        owned = (ids // local == rank) & (ids >= 0)
+        assert torch.equal(mine[0] >= 0, owned) and torch.equal(places[rank] >= 0, owned.any(-1))
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "hidden"), [(0, 2, 8), (5, 1, 40), (9, 2, 2049), (7, 8, 16), (6, 9, 16)])
+def test_partial_sums_are_added_in_order_of_rank_and_strangers_left_out(tokens: int, ranks: int, hidden: int) -> None:
+    weights, ids = routed(tokens, ranks * 4, min(3, ranks))
+    _, places = TorchCopyRows().route(weights, ids, ranks, 4)
+    blocks = [draw(tokens, hidden, seed=rank) for rank in range(ranks)]
+    for block, at in zip(blocks, places, strict=True):
+        block[at < 0] = float("nan")  # rows that this rank did not ask for
+    combined = TRITON_COPY_ROWS.reduce(blocks, places)
+    assert torch.equal(combined, TorchCopyRows().reduce(blocks, places))
+    expected = sum(
+        (block.double().nan_to_num() for block in blocks),
+        torch.zeros(tokens, hidden, dtype=torch.double, device=DEVICE),
+    )
+    torch.testing.assert_close(combined.double(), expected)
+    partial = PartialSums(blocks=tuple(blocks), places=places, reduce=TorchCopyRows().reduce)
+    assert copy_rows.adds_partial(partial) == (ranks <= 8)
+    if ranks <= 8:
+        residual, shared = draw(tokens, hidden, seed=98), draw(tokens, hidden, seed=99)
+        found = copy_rows.add_partial_sums(residual, partial, shared)
+        assert torch.equal(found, residual + (combined + shared))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("hidden", [48, 64])
+def test_a_product_may_take_rows_from_where_they_are(tile: str, hidden: int) -> None:
+    """The same bits as with rows copied to their places first; K 2, so most rows are taken twice."""
+    weights = draw(3, 40, hidden, seed=1, dtype=MATRIX) / 8
+    x = draw(23, hidden, dtype=MATRIX)
+    _, ids = routed(23, 6, 2)
+    places, ends = TRITON_ROWS.order(ids.masked_fill(ids >= 3, -1), 3)
+    used = int(ends[-1])
+    assert 0 < used < ids.numel()
+    wanted = grouped_gemm.gate_up(TRITON_ROWS.spread(x, places), weights, ends, TILES[tile])[:used]
+    found = grouped_gemm.gathered_gate_up(x, TRITON_ROWS.sources(places), weights, ends, TILES[tile])[:used]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("hidden", [64, 100, 4097])
+def test_sums_are_fused_without_changing_a_bit(rows: int, hidden: int) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    a, b, c = (draw(rows, hidden, seed=seed, dtype=dtype) for seed in range(3))
+    assert torch.equal(layer_rows.add_three(a, b, c), a + (b + c))
+    weight = 1 + draw(hidden, seed=3, dtype=dtype) / 8
+    total, normed = layer_rows.add_rms_norm(a, b, weight, 1e-6)
+    assert torch.equal(total, a + b) and torch.equal(normed, layer_rows.rms_norm(a + b, weight, 1e-6))
+
+
+def test_nothing_at_all_can_be_gated() -> None:
+    """A rank whose experts nobody has chosen: no row, but experts and widths."""
+    assert layer_rows.gated(draw(0, 4, 32)).shape == (0, 4, 16)

@@ -241,7 +241,7 @@ def test_a_rank_that_sends_no_signal_is_named() -> None:
     def program(world: SimWorld) -> None:
         x, *_ = inputs(world, "A")
         if world.rank != 2:
-            world.symmetric.send((x,), [2, 1, 1], [1, 1, 1], channel=(0, "combine")).wait()
+            world.symmetric.send((x,), [[2, 1, 1]] * 3, channel=(0, "combine")).rows()
             world.tensors.to_host(x, "the result")
 
     launched = launch(program, ranks=3, mode="ordering")

@@ -16,7 +16,7 @@ from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
 from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinalize
 from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
-from dbo.moe.interface import ExpertInputs
+from dbo.moe.interface import ExpertInputs, summed
 from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
 from dbo.program import Program
@@ -86,7 +86,7 @@ def exchange(kind: tuple[str, bool], tokens: tuple[int, ...], padding: int) -> L
         with override_forward_context(ForwardContext(attn_metadata=None, num_tokens_across_ranks=tokens)):
             for _ in range(2):
                 arrived = backend.prepare_async(x, weights, ids)()
-                combined = backend.finalize_async(scaled(arrived), weights, ids)()
+                combined = summed(backend.finalize_async(scaled(arrived), weights, ids)())
         found = (arrived.x, arrived.topk_ids, arrived.topk_weights, combined)
         return [world.tensors.to_host(array, "check") for array in found]
 

@@ -30,18 +30,22 @@ class LocalKernel:
         self.layout, self.experts, self.shared_experts = prepare_finalize.layout, experts, shared_experts
         self.routed: list[torch.Tensor] = []
 
-    def forward(self, hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, layer: int) -> Any:
+    def input_buffer(self, like: torch.Tensor) -> None:
+        return None
+
+    def parts(self, hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, layer: int) -> Any:
         self.routed.append(topk_ids)
+        shared = self.shared_experts(hidden)
         if self.layout == "flat":
             inputs = ExpertInputs(layout="flat", x=hidden, topk_ids=topk_ids, topk_weights=topk_weights)
-            return self.experts.apply(inputs) + self.shared_experts(hidden)
+            return self.experts.apply(inputs), shared
         num_local = self.experts.down.shape[0]
         everything = hidden.expand(num_local, *hidden.shape).contiguous()
         out_LMH = self.experts.apply(ExpertInputs(layout="batched", x=everything))
         rows = torch.arange(hidden.shape[0])[:, None]
         chosen = out_LMH[topk_ids.clamp(min=0), rows].float() * topk_weights[:, :, None]
         chosen = chosen.masked_fill((topk_ids < 0)[:, :, None], 0.0)
-        return chosen.sum(1).to(hidden.dtype) + self.shared_experts(hidden)
+        return chosen.sum(1).to(hidden.dtype), shared
 
 
 @dataclass

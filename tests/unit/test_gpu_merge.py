@@ -38,6 +38,21 @@ def test_what_follows_a_meeting_follows_every_member():
     assert trace.meta == {"ranks": 3}
 
 
+def test_a_meeting_of_some_ranks_waits_for_no_other():
+    parts = [part(rank, 10.0 * rank) for rank in range(4)]
+    for rank, one in enumerate(parts):
+        name = f"dcp{rank // 2}"
+        one.records[0].attrs |= {"group": name, "ranks": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        one.meets[0] = (name, 0)
+    trace = merge(parts, {})
+    meets = {m.line: (m.t_us, m.attrs["members"]) for m in trace.of_kind("meet")}
+    assert meets == {"dcp0": (10.0, [0, 1]), "dcp1": (30.0, [2, 3])}
+    happens = HappensBefore(trace)
+    by_rank = {r.rank: r.id for r in trace.of_kind("collective")}
+    ends = {r.rank: r.id for r in trace.of_kind("step.end")}
+    assert happens.ordered(by_rank[1], ends[0]) and not happens.ordered(by_rank[2], ends[0])
+
+
 def test_a_meeting_that_somebody_missed_is_none():
     trace = merge([part(0, 10.0), part(1, 30.0, comes=False)], {})
     assert list(trace.of_kind("meet")) == [] and all(r.after == () for r in trace.records)

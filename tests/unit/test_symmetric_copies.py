@@ -1,0 +1,139 @@
+"""Where rows and signals lie in symmetric memory: nobody's bytes are somebody else's (needs torch)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from dbo.errors import ConfigError
+from gpu.alltoall.symmetric_copies import ALIGNMENT_BYTES, HALVES, DeviceCopies, Layout, Memory
+
+LAYOUT = Layout(ranks=3, ubatches=2, rows=5, row_bytes=(48, 16))
+CHANNELS = list(itertools.product(range(2), HALVES))
+
+
+def test_channels_and_flags_do_not_overlap() -> None:
+    spans = []
+    for channel in CHANNELS:
+        for start, width in zip(LAYOUT.arrays_at(channel, 15, (48, 16)), (48, 16), strict=True):
+            assert start % ALIGNMENT_BYTES == 0
+            spans.append((start, start + 15 * width))
+        spans += [(at, at + 4) for at in (LAYOUT.flag_at(channel, source) for source in range(3))]
+    spans.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[0][0] == 0 and spans[-1][1] <= LAYOUT.total_bytes
+
+
+@pytest.mark.parametrize(("channel", "rows"), [((0, "dispatch"), 30), ((2, "combine"), 1)])
+def test_more_than_was_reserved_is_refused(channel: tuple[int, str], rows: int) -> None:
+    with pytest.raises(ConfigError, match=f"ubatch={channel[0]}"):
+        LAYOUT.arrays_at(channel, rows, (48, 16))
+
+
+def test_a_smaller_reservation_takes_the_memory_that_is_there() -> None:
+    assert LAYOUT.covers(Layout(ranks=3, ubatches=1, rows=4, row_bytes=(48, 16)))
+    assert not LAYOUT.covers(Layout(ranks=3, ubatches=2, rows=99, row_bytes=(48, 16)))
+    assert not LAYOUT.covers(Layout(ranks=2, ubatches=2, rows=5, row_bytes=(48, 16)))
+
+
+class Signals:
+    """Flags in CPU memory."""
+
+    def __init__(self) -> None:
+        self.up: set[int] = set()
+
+    def raise_flag(self, address: int) -> None:
+        assert address not in self.up, "raised again before it was lowered"
+        self.up.add(address)
+
+    def await_flag(self, address: int) -> None:
+        assert address in self.up, "nobody has raised it"
+        self.up.remove(address)
+
+
+class World:
+    """As much of one as the copies ask for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.trace = rank, size, self
+        self.task = None
+        self._index = 0
+
+    def next_index(self, name: str) -> int:
+        self._index += 1
+        return self._index - 1
+
+    def nothing(self, *args: object, **named: object) -> int:
+        return 0
+
+    came = timed_device = end_visit = device = meet_reference = launches = nothing
+
+
+def ends(size: int) -> list[DeviceCopies]:
+    """All ranks' ends over one memory, as they see each other's on devices."""
+    layout = Layout(ranks=size, ubatches=2, rows=7, row_bytes=(16, 8))
+    memory = Memory(layout=layout, regions=[torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(size)])
+    signals, made = Signals(), []
+    for rank in range(size):
+        end = DeviceCopies(World(rank, size), None, None)  # type: ignore[arg-type]
+        end.memory = memory
+        end.__dict__["signals"] = signals
+        made.append(end)
+    return made
+
+
+def rows_of(source: int, count: int, peer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    marks = 100 * source + 10 * peer + torch.arange(count)
+    return marks[:, None].repeat(1, 4).float(), marks[:, None].long()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_arrive_by_source_rank_whatever_the_counts(size: int) -> None:
+    made = ends(size)
+    for round_, half in enumerate(["dispatch", "combine", "dispatch"]):
+        table = [[(source + 2 * peer + round_) % 4 for peer in range(size)] for source in range(size)]
+        arrivals = []
+        for source, end in enumerate(made):
+            parts = [rows_of(source, table[source][peer], peer) for peer in range(size)]
+            arrays = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+            arrivals.append(end.send(arrays, table, channel=(1, half)))
+        for rank, arrival in enumerate(arrivals):
+            expected = [rows_of(source, table[source][rank], rank) for source in range(size)]
+            if half == "dispatch":
+                for got, want in zip(arrival.rows(), zip(*expected, strict=True), strict=True):
+                    assert torch.equal(got, torch.cat(want))
+            else:
+                for got, want in zip(arrival.blocks(), zip(*expected, strict=True), strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_with_to_all_every_peer_gets_every_row() -> None:
+    made = ends(3)
+    tokens = [2, 0, 5]
+    table = [[count] * 3 for count in tokens]
+    arrivals = [
+        end.send(rows_of(source, tokens[source], 0), table, channel=(0, "dispatch"), to_all=True)
+        for source, end in enumerate(made)
+    ]
+    expected = torch.cat([rows_of(source, count, 0)[0] for source, count in enumerate(tokens)])
+    assert all(torch.equal(arrival.rows()[0], expected) for arrival in arrivals)
+
+
+def test_rows_that_are_made_in_their_place_are_not_copied() -> None:
+    made = ends(2)
+    tokens = [3, 2]
+    table = [[count] * 2 for count in tokens]
+    arrivals, places = [], []
+    for source, end in enumerate(made):
+        rows, marks = rows_of(source, tokens[source], 0)
+        place = end.own_rows(rows, table, channel=(1, "dispatch"))
+        place.copy_(rows)
+        places.append(place.data_ptr())
+        arrivals.append(end.send((place, marks), table, channel=(1, "dispatch"), to_all=True))
+    expected = torch.cat([rows_of(source, count, 0)[0] for source, count in enumerate(tokens)])
+    for rank, arrival in enumerate(arrivals):
+        rows, marks = arrival.rows()
+        assert torch.equal(rows, expected) and torch.equal(marks[:3, 0], torch.arange(3))
+        assert rows[sum(tokens[:rank]) :].data_ptr() == places[rank]
