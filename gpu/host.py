@@ -29,7 +29,11 @@ class RawBaton:
         self._given_twice = False
 
     def give(self) -> None:
-        self._giver = self._recorder.task.last
+        task = self._recorder.task
+        self._giver = task.last
+        if self._sleeps_as == board.BATON and task.tags[2] >= 0:
+            # Before the lock: a line that was slow to say so would look like the one at work when its peer dies.
+            self._recorder.sleeps(board.BATON)
         try:
             self._lock.release()
         except RuntimeError:
@@ -39,7 +43,7 @@ class RawBaton:
         if not self._lock.acquire(blocking=False):
             self._recorder.sleeps(self._sleeps_as)
             self._lock.acquire()
-            self._recorder.goes_on()
+        self._recorder.goes_on()
         if self._giver >= 0:
             self._recorder.task.after.append(self._giver)
 
