@@ -210,7 +210,11 @@ class GpuWorld:
         self.trace.on_line("host.wait", stream.name, {"why": why, "declared": True})
 
     def _stream(self, name: str) -> Any:
-        return CudaStream(self, name, torch.cuda.Stream(self.device)) if self.asynchronous else HostStream(self, name)
+        if not self.asynchronous:
+            return HostStream(self, name)
+        # An exchange begins with small kernels. Behind the blocks of a large product its bytes would start late.
+        priority = -1 if name == "comm" else 0
+        return CudaStream(self, name, torch.cuda.Stream(self.device, priority=priority))
 
     def _make_host(self, vehicle: str) -> Any:
         if vehicle == "thread":
