@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Works:
 
     Attributes:
         calls: by key; each is a pass over the stack on all ranks.
-        errors: by key, the largest over the ranks.
+        errors: by key, the largest over the ranks. apart: of the step without DBO, from that of the first backend.
         same_bits: by key of a DBO pass.
         refused: by key, why it cannot be captured.
         beside_compute: by key of a DBO pass, see `dbo.bench.moe_figures`.
@@ -47,6 +47,7 @@ class Works:
 
     calls: dict[Key, Callable[[], Any]] = field(default_factory=dict)
     errors: dict[Key, float] = field(default_factory=dict)
+    apart: float = 0.0
     same_bits: dict[Key, bool] = field(default_factory=dict)
     refused: dict[Key, str] = field(default_factory=dict)
     beside_compute: dict[Key, float] = field(default_factory=dict)
@@ -81,24 +82,22 @@ def prepare(bench: MoEBench, runs: Runs, mode: str, reference: Tensor | None) ->
         The works, and this backend's own such output.
     """
     depths = depths_of(bench)
+    world = runs.world
     runs.record(max(depths.values()))
     expected = {n: runs.no_dbo(n).clone() for n in depths.values()}
     serial = runs.serial(bench.layers).clone()
     works = Works()
-    apart = 0.0 if reference is None else error_of(expected[bench.layers], reference)
+    works.apart = 0.0 if reference is None else error_of(expected[bench.layers], reference)
     for key, n, call in _list(bench, runs, depths):
         out = call()
-        works.errors[key] = apart
+        works.errors[key] = works.apart
         if out is not None:
-            works.errors[key] = max(apart, error_of(out, expected[n]))
+            works.errors[key] = max(works.apart, error_of(out, expected[n]))
         if key.variant == DBO:
             works.same_bits[key] = torch.equal(out, serial)
         works.refused[key] = ""
         if mode == "graph":
-            try:
-                call, replayed = _captured(runs.world, key, call)
-            except (DBOError, RuntimeError) as error:
-                replayed, works.refused[key] = None, first_cause(error)
+            call, replayed, works.refused[key] = _captured(world, key, call)
             if replayed is not None:
                 works.errors[key] = max(works.errors[key], error_of(replayed, expected[n]))
         works.calls[key] = call
@@ -129,14 +128,25 @@ def _with_sms(backend: Any, sms: int, call: Callable[[], Any]) -> Callable[[], A
     return run
 
 
-def _captured(world: Any, key: Key, call: Callable[[], Any]) -> tuple[Callable[[], Any], Tensor | None]:
-    """The same from a graph; `call` has run once, so what it compiles is compiled. Also what a replay gives."""
+def _captured(world: Any, key: Key, call: Callable[[], Any]) -> tuple[Callable[[], Any], Tensor | None, str]:
+    """The same from a graph, what a replay gives, and why there is no graph on some rank: then none replays.
+
+    `call` has run once, so what it compiles is compiled.
+    """
     graph = world.new_graph(" ".join(map(str, key)))
-    with graph.capture():
-        out = call()
+    out, why = None, ""
+    try:
+        with graph.capture():
+            out = call()
+    except (DBOError, RuntimeError) as error:
+        why = first_cause(error)
+    # A replay on one rank alone would leave its peers' signals up, or wait for ever.
+    why = next((found for found in world.control.all_gather_object(why) if found), "")
+    if why:
+        return call, None, why
     graph.replay()
     world.compute.drain()
-    return graph.replay, out
+    return graph.replay, out, ""
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -154,8 +164,9 @@ def first_cause(error: BaseException) -> str:
 
 def _agree(world: Any, works: Works) -> None:
     """One rank's error is every rank's."""
-    mine = list(works.errors.values()), list(works.same_bits.values()), list(works.refused.values())
-    errors, same_bits, refused = zip(*world.control.all_gather_object(mine), strict=True)
+    mine = list(works.errors.values()), list(works.same_bits.values()), list(works.refused.values()), works.apart
+    errors, same_bits, refused, apart = zip(*world.control.all_gather_object(mine), strict=True)
+    works.apart = max(apart)
     works.errors = dict(zip(works.errors, map(max, *errors), strict=True))
     works.same_bits = dict(zip(works.same_bits, map(all, zip(*same_bits, strict=True)), strict=True))
     works.refused = dict(zip(works.refused, map(max, *refused), strict=True))
@@ -185,10 +196,18 @@ def rows_of(
                     layers=bench.layers, what=what, error=error, limit=LIMIT, bit_equal=works.same_bits[keys[DBO]],
                     samples_ms={v: samples[key] for v, key in keys.items() if key in samples} if timed else {},
                     beside_compute=works.beside_compute.get(keys[DBO]),
-                    note=(f"not captured: {refused}" if refused else "") if right else "wrong: not timed",
+                    note=(f"not captured: {refused}" if refused else "") if right else _wrong(works, keys),
                 )
             )  # fmt: skip
     return rows
+
+
+def _wrong(works: Works, keys: Mapping[str, Key]) -> str:
+    """What is wrong: the backend itself, or some of its ways."""
+    if works.apart > LIMIT:
+        return f"wrong: not timed; without DBO {works.apart:.1e} from the first backend"
+    ways = [f"{variant} {works.errors[key]:.1e}" for variant, key in keys.items() if works.errors.get(key, 0.0) > LIMIT]
+    return f"wrong: not timed; {', '.join(ways)}"
 
 
 def key_of(backend: str, variant: str, sms: int, schedule: str) -> Key:

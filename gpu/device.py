@@ -314,8 +314,10 @@ class GpuWorld:
         raise self._error
 
     def forgive(self) -> None:
-        """Forget what failed: whoever called `fail` by itself, on every rank alike, goes on."""
+        """Forget what failed: whoever called `fail` by itself, on every rank alike, goes on. A collective call."""
         self._error = None
+        if "symmetric" in self.__dict__:
+            self.symmetric.restart()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,9 @@ class GlooCopies:
     def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
         """Nothing is reserved: messages come with their memory."""
 
+    def restart(self) -> None:
+        """Nothing is kept between two exchanges."""
+
     def own_rows(self, like: torch.Tensor, table: Table, *, channel: Channel) -> None:
         """Own rows travel like the others."""
 

@@ -21,6 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from dbo.errors import ConfigError, NotAvailable, refusal
 from dbo.moe.symm_copy import Channel, Table
@@ -106,6 +107,10 @@ class Memory:
         """`[count, row_bytes]` uint8 of `rank`'s region."""
         return self.regions[rank][start : start + count * row_bytes].view(count, row_bytes)
 
+    def lower_all(self, rank: int) -> None:
+        """Lower every flag of `rank`."""
+        self.regions[rank][self.layout.flags_at :].zero_()
+
     def flag(self, rank: int, channel: Channel, source: int) -> int:
         """The address at which `rank` learns that the rows of `source` are there."""
         return self.regions[rank].data_ptr() + self.layout.flag_at(channel, source)
@@ -158,7 +163,7 @@ class DeviceCopies:
         self.world = world
         self.process_group = process_group
         self.control = control
-        self.memory: Memory
+        self._memory: Memory | None = None
 
     def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
         layout = Layout(ranks=self.world.size, ubatches=ubatches, rows=rows, row_bytes=tuple(row_bytes))
@@ -167,7 +172,28 @@ class DeviceCopies:
             regions = shared_regions(layout.total_bytes, self.process_group, self.control)
             kept = Memory(layout=layout, regions=regions)
             _KEPT.append(kept)
-        self.memory = kept
+        self._memory = kept
+
+    @property
+    def memory(self) -> Memory:
+        """What was reserved last.
+
+        Raises:
+            ConfigError: nothing was.
+        """
+        if self._memory is None:
+            rule = "symmetric memory is reserved before the first exchange, by all ranks together"
+            raise ConfigError(refusal(rule, "call reserve", rank=self.world.rank))
+        return self._memory
+
+    def restart(self) -> None:
+        """After a failed step: no flag is up. Every rank calls it; it returns when all have done so."""
+        if self._memory is not None:
+            torch.cuda.synchronize()
+            dist.barrier(self.control)  # nobody's copies are under way any more
+            self._memory.lower_all(self.world.rank)
+            torch.cuda.synchronize()
+            dist.barrier(self.control)
 
     def own_rows(self, like: torch.Tensor, table: Table, *, channel: Channel) -> torch.Tensor:
         rank = self.world.rank

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,7 +156,12 @@ def test_one_wrong_row_of_one_ubatch_is_seen_and_never_timed() -> None:
     right, wrong = measured.rows
     assert (right.backend, wrong.backend) == ("nccl", "symm_copy")
     assert right.timed and right.correct and right.error < LIMIT / 2
-    assert not wrong.correct and not wrong.bit_equal and not wrong.samples_ms and wrong.note == "wrong: not timed"
+    assert (
+        not wrong.correct
+        and not wrong.bit_equal
+        and not wrong.samples_ms
+        and wrong.note.startswith("wrong: not timed; dbo ")
+    )
 
 
 def test_what_has_no_time_left_is_named() -> None:
@@ -266,26 +272,50 @@ def test_sms_are_those_of_all_exchanges_inside_and_nobody_s_after() -> None:
     assert (setting.comm_sms, setting.buffer.num_sms) == (0, 20)
 
 
+class CapturingWorld:
+    """As much of a world as a capture asks for; `refuses`: what the capture raises here. `peers`: what they say of theirs."""
+
+    def __init__(self, *, refuses: Exception | None = None, peers: tuple[str, ...] = ("",)) -> None:
+        self.played: list[str] = []
+        self.refuses, self.peers = refuses, peers
+        self.control = self.compute = self
+
+    def all_gather_object(self, mine: str) -> list[str]:
+        return [mine, *self.peers]
+
+    def new_graph(self, name: str) -> Any:
+        self.played.append(name)
+        return self
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        yield
+        if self.refuses is not None:
+            raise self.refuses
+
+    def replay(self) -> None:
+        self.played.append("replay")
+
+    def drain(self) -> None:
+        self.played.append("drain")
+
+
 def test_a_captured_work_is_the_graph_s_replay() -> None:
-    played: list[str] = []
-
-    class Graph:
-        def capture(self) -> Any:
-            return torch.inference_mode()
-
-        def replay(self) -> None:
-            played.append("replay")
-
-    class World:
-        def new_graph(self, name: str) -> Graph:
-            played.append(name)
-            return Graph()
-
-        class compute:
-            @staticmethod
-            def drain() -> None:
-                played.append("drain")
-
-    again, out = _captured(World(), Key("nccl", "dbo", 0, "s"), lambda: torch.ones(1))
+    world = CapturingWorld()
+    again, out, why = _captured(world, Key("nccl", "dbo", 0, "s"), lambda: torch.ones(1))
     again()
-    assert played == ["nccl dbo 0 s", "replay", "drain", "replay"] and out is not None
+    assert world.played == ["nccl dbo 0 s", "replay", "drain", "replay"] and out is not None and why == ""
+
+
+@pytest.mark.parametrize(
+    ("world", "why"),
+    [
+        (CapturingWorld(refuses=CaptureError("no")), "CaptureError: no"),
+        (CapturingWorld(peers=("RuntimeError: peer",)), "RuntimeError: peer"),
+    ],
+    ids=["here", "on a peer"],
+)
+def test_what_one_rank_cannot_capture_no_rank_replays(world: CapturingWorld, why: str) -> None:
+    again, out, told = _captured(world, Key("nccl", "dbo", 0, "s"), lambda: torch.ones(1))
+    assert world.played == ["nccl dbo 0 s"] and out is None and told == why
+    assert torch.equal(again(), torch.ones(1)), "the eager work is left"

@@ -78,7 +78,7 @@ def ends(size: int) -> list[DeviceCopies]:
     signals, made = Signals(), []
     for rank in range(size):
         end = DeviceCopies(World(rank, size), None, None)  # type: ignore[arg-type]
-        end.memory = memory
+        end._memory = memory
         end.__dict__["signals"] = signals
         made.append(end)
     return made
@@ -137,3 +137,18 @@ def test_rows_that_are_made_in_their_place_are_not_copied() -> None:
         rows, marks = arrival.rows()
         assert torch.equal(rows, expected) and torch.equal(marks[:3, 0], torch.arange(3))
         assert rows[sum(tokens[:rank]) :].data_ptr() == places[rank]
+
+
+def test_nothing_is_sent_before_memory_is_reserved() -> None:
+    end = DeviceCopies(World(0, 1), None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="call reserve"):
+        end.send((torch.zeros(1, 4),), [[1]], channel=(0, "dispatch"))
+
+
+def test_flags_of_a_failed_step_are_lowered_and_rows_stay() -> None:
+    memory = ends(2)[0].memory
+    for region in memory.regions:
+        region.fill_(1)
+    memory.lower_all(1)
+    at = memory.layout.flags_at
+    assert memory.regions[0].all() and memory.regions[1][:at].all() and not memory.regions[1][at:].any()
