@@ -83,8 +83,8 @@ def machine(bench: MoEBench) -> list[str]:
 def _host(measured: Measured, bench: MoEBench) -> None:
     costs = handoff.measure(steps=100)
     measured.host = {cost.name: cost.median_us for cost in costs}
-    ours = "greenlets" if bench.vehicle == "greenlet" else "persistent threads"
-    mine = [cost.median_us for cost in costs if cost.name.startswith(ours)]
+    kinds = {"thread": ("persistent threads",), "greenlet": ("greenlets",), "auto": ("greenlets", "persistent threads")}
+    mine = [cost.median_us for kind in kinds[bench.vehicle] for cost in costs if cost.name.startswith(kind)]
     measured.host_ratio = costs[0].median_us / mine[0] if mine else None
 
 

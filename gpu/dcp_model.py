@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=facts.DTYPES, help="default: fp32, and bf16 where a library carries no other"
     )
-    parser.add_argument("--vehicle", choices=("thread", "greenlet"), default="thread", help="what ubatches are")
+    parser.add_argument("--vehicle", choices=("auto", "thread", "greenlet"), default="thread", help="what ubatches are")
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     return parser
 

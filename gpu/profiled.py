@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     backend = options.backend or machine.backends[0]
     setup = Setup(
-        run=partial(launch, ranks=options.ranks, **machine.options), ranks=options.ranks,
+        run=partial(launch, ranks=options.ranks, vehicle="thread", **machine.options), ranks=options.ranks,
         device="cpu" if machine.options["device"] == "cpu" else "cuda", asked_device=options.device,
         share_device=options.share_device, model=options.model,
     )  # fmt: skip

@@ -8,6 +8,7 @@ Under torchrun (RANK and WORLD_SIZE set) the calling process is one of the ranks
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ from gpu import board, transport
 from gpu.merge import merge
 from gpu.probe import device_count
 from gpu.watchdog import SLOW, watch
+
+VEHICLES = ("auto", "thread", "greenlet")
 
 STALL_S = 60.0
 """Nothing moves for so long: the watchdog reports. Well below any communication library's own time-out."""
@@ -73,7 +76,7 @@ def launch(
     stall_s: float = STALL_S,
     slow_s: float | None = None,
     trace: bool = True,
-    vehicle: str = "thread",
+    vehicle: str = "auto",
 ) -> Launched:
     """Run `program(world)` on every rank, to the end or until the watchdog ends it.
 
@@ -82,7 +85,8 @@ def launch(
         share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
         timeout_s: of the whole run. stall_s, slow_s: of the watchdog, see `gpu.watchdog.watch`.
         trace: record; a long run may do without.
-        vehicle: ubatches are threads, or greenlets on the rank's main thread (needs greenlet; the cheaper hand-over).
+        vehicle: ubatches are threads ("thread"), or greenlets on the rank's main thread ("greenlet": a hand-over costs a
+            third to a tenth). "auto": greenlets where they are installed.
 
     Raises:
         UsageError: another mode than "numeric", or a program that cannot be sent to a process.
@@ -90,8 +94,10 @@ def launch(
     """
     begun_s = time.monotonic()
     chosen = _device(device, ranks, share_device, mode)
-    if vehicle not in ("thread", "greenlet"):
-        raise UsageError(refusal("ubatches are threads or greenlets", "use one of them", vehicle=vehicle))
+    if vehicle not in VEHICLES:
+        raise UsageError(refusal("ubatches are threads or greenlets", "use one of them, or auto", vehicle=vehicle))
+    if vehicle == "auto":
+        vehicle = "thread" if importlib.util.find_spec("greenlet") is None else "greenlet"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from gpu.torchrun import launch_here
 

@@ -45,7 +45,7 @@ class MoEBench:
         layers: L; `steady`: also 2L.
         prompt_tokens: batches of at least so many tokens are prefills of prompts this long, smaller ones decode
             `context_tokens` keys a request.
-        repeat: samples of each. vehicle: what ubatches are, "thread" or "greenlet".
+        repeat: samples of each. vehicle: what ubatches are, "auto", "thread" or "greenlet".
         budget_s: what has not begun by then is skipped; None: all is measured.
         save: a file that gets the JSON after every table.
     """
@@ -63,7 +63,7 @@ class MoEBench:
     prompt_tokens: int = 2048
     context_tokens: int = 1024
     repeat: int = 15
-    vehicle: str = "thread"
+    vehicle: str = "auto"
     budget_s: float | None = None
     save: str | None = None
     seed: int = 0
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser, integer: Callable[[int], Call
     group.add_argument("--no-steady", action="store_true", help="do not measure 2L layers too")
     group.add_argument("--prompt-tokens", type=integer(1), metavar="N", help="of a prefill's prompts (default 2048)")
     group.add_argument("--context-tokens", type=integer(1), metavar="N", help="keys of a decode (default 1024)")
-    group.add_argument("--vehicle", choices=("thread", "greenlet"), default="thread", help="what ubatches are")
+    group.add_argument("--vehicle", choices=("auto", "thread", "greenlet"), default="auto", help="what ubatches are")
     group.add_argument("--budget", type=float, metavar="SECONDS", help="skip by name what has not begun by then")
     group.add_argument("--save", metavar="FILE", help="write the JSON there after every table")
 
