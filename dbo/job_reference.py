@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,13 @@ import numpy as np
 
 from dbo import registry
 from dbo.check.order import steady_order
-from dbo.compare import Comparison, Request, compare
+from dbo.compare import TOLERANCES, Comparison, Request, compare
 from dbo.config import DBOConfig
 from dbo.errors import UsageError
 from dbo.main_job_types import Progress, Reference
 from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.runner import StepOutcome
-from dbo.trace import Trace
+from dbo.trace import Record, Trace
 
 
 def reference_of(
@@ -52,6 +53,19 @@ def alone(job: RankJob, requests: Sequence[Sequence[RequestSpec]]) -> dict[str, 
         weights_of=weights_of, keep_logits=True,
     )  # fmt: skip
     return by_request([RankMain(twin)(LocalWorld())])
+
+
+def note_reference(trace: Trace, reference: Reference, dtype: str) -> None:
+    """Write a comparison of a whole run into its trace, for the detector `numeric` to judge."""
+    error = reference.max_rel_err
+    if reference.tokens_equal and error is None:
+        return  # nothing was sampled
+    close = error is not None and error <= TOLERANCES[dtype]
+    # Logits that are close while a token differs, or is missing, are no excuse.
+    far = math.inf if error is None or (close and not reference.tokens_equal) else error
+    attrs = {"error": far, "limit": TOLERANCES[dtype], "reference": "the same requests, unsplit on one rank"}
+    last = max((record.id for record in trace.records), default=-1)
+    trace.records.append(Record(id=last + 1, rank=0, line="main", kind="numeric", name="logits", attrs=attrs))
 
 
 def compare_peers(

@@ -28,7 +28,7 @@ from dbo.job_inputs import (
     shape_of,
     spread,
 )
-from dbo.job_reference import reference_of, with_twins
+from dbo.job_reference import note_reference, reference_of, with_twins
 from dbo.job_report import result_of, step_reports
 from dbo.main_job_types import CheckRequest, CheckResult, Progress
 from dbo.model.config import load_model_config
@@ -93,6 +93,9 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         fault, where = fault_of(request, request.inject)
         fault.require_effect(launched.trace, where)
     reference = reference_of(job, requests, outcomes, progress)
+    if report.verdict.good and reference.tokens_equal is False:
+        note_reference(launched.trace, reference, config.dtype)
+        report = judge(launched.trace)
     if machine:
         reference = with_twins(job, world, options, outcomes, launched.trace, reference, progress)
     replay = replay_line(request)

@@ -47,6 +47,7 @@ class FaultInfo(Protocol):
         name: what `--inject` takes.
         sentence: what it does to the program.
         backends: the all-to-all backends that it applies to; empty: every one.
+        exchanges: the exchanges of a DCP group that it applies to; empty: it needs no group.
     """
 
     @property
@@ -55,6 +56,8 @@ class FaultInfo(Protocol):
     def sentence(self) -> str: ...
     @property
     def backends(self) -> Sequence[str]: ...
+    @property
+    def exchanges(self) -> Sequence[str]: ...
     def programs(self, config: Any, where: str) -> Callable[[int], Any]:
         """Every rank's program with the fault planted at `where` ("rank=1,ubatch=0").
 

@@ -260,6 +260,9 @@ class GPUModelRunner:
             self.wrapper.graphs.capturing = False
 
     def _may_split(self, tokens: int) -> bool:
+        points = self.config.split_points
+        if points and points[-1] >= tokens:  # a step of this size leaves the last ubatch nothing, so it is not split
+            return False
         return self.config.enable_dbo and tokens >= max(
             self.config.num_ubatches, self.config.dbo_decode_token_threshold
         )

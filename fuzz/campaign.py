@@ -123,7 +123,7 @@ class _Test:
         if not what:
             return
         best = self.tally.finding
-        if best is None or len(case.token) <= len(best.case.token):
+        if best is None or len(case.spelling) <= len(best.case.spelling):
             self.tally.finding = Finding(case=case, what=what)
         self.found_at = self.found_at or time.monotonic()
         raise _Surprised(what)

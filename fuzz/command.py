@@ -9,7 +9,7 @@ from typing import Any
 from dbo.check import Verdict
 from dbo.check.verdict import fuzzed, inconclusive, violated
 from dbo.errors import UsageError, refusal
-from fuzz.case import parse_token
+from fuzz.case import Case, parse_token
 from fuzz.targets import fault_of, run_case, surprise
 from sim.faults import CATALOGUE, Fault
 
@@ -43,15 +43,25 @@ def one_case(token: str) -> FuzzResult:
     fault = fault_of(case)
     report = run_case(case)
     what = surprise(case, report)
-    lines = [f"case {case.token}", f"    {case.ranks} ranks, {case.backend}, {case.mode} mode"]
+    lines = [f"case {case.token}", f"    {case.spelling}", f"    {_words(case)}"]
     if fault is not None:
         lines.append(f"    planted: {case.fault} ({fault.sentence}); it needs {fault.needs}")
     for violation in report.violations:
         lines += [f"violation {violation.id} (rank {violation.rank}, ubatch {violation.ubatch}, step {violation.step})"]
         lines += [f"    {line}" for line in violation.sentence.splitlines()]
     lines.append(f"surprise: {what}" if what else "as it should be")
-    data = {"case": case.token, "command": case.command, "surprise": what, "exit": int(bool(what)), **report.to_dict()}
+    data = {
+        "case": case.token, "spelling": case.spelling, "command": case.command, "surprise": what, "exit": int(bool(what)),
+        **report.to_dict(),
+    }  # fmt: skip
     return FuzzResult(verdict=report.verdict, good=not what, lines=lines, data=data)
+
+
+def _words(case: Case) -> str:
+    """What kind of run it is."""
+    group = f", DCP groups of {case.dcp_size} by {case.dcp_backend}" if case.dcp_backend else ""
+    graphs = ", graphs" if case.graphs else ""
+    return f"{case.ranks} ranks{group}, {case.backend}, shared experts: {case.shared_experts}{graphs}, {case.mode} mode"
 
 
 def chosen_faults(names: Sequence[str]) -> list[Fault]:
@@ -109,7 +119,7 @@ def many_cases(
     lines += [f"    {count:5d} {name}" for name, count in sorted(tally.runs.items())]
     lines += [f"known: {what} ({token})" for token, what in tally.known.items()]
     if finding is not None:
-        lines += [f"surprise: {finding.what}", f"replay: {finding.case.command}"]
+        lines += [f"surprise: {finding.what}", f"case: {finding.case.spelling}", f"replay: {finding.case.command}"]
     if interrupted:
         lines.append("interrupted")
     data = {
@@ -122,6 +132,7 @@ def many_cases(
         "known": dict(tally.known),
         "surprise": finding.what if finding else "",
         "case": finding.case.token if finding else "",
+        "spelling": finding.case.spelling if finding else "",
         "replay": finding.case.command if finding else "",
         "interrupted": interrupted,
     }

@@ -22,7 +22,7 @@ class KnownFailure:
     """A case that gives another verdict than it should.
 
     Attributes:
-        token: the case.
+        token: the case, by its token or spelt out.
         verdict: what it gives: the verdict's text, for example "violated(deadlock)".
         why: what is wrong, in a sentence.
         since: when it was entered, year-month-day.
@@ -61,11 +61,11 @@ def check(entry: KnownFailure, run: Callable[[Case], Report] = run_case) -> None
 def is_known(case: Case, report: Report, known: tuple[KnownFailure, ...] | None = None) -> bool:
     """Whether this very surprise is in the ledger."""
     entries = KNOWN if known is None else known
-    return any(entry.token == case.token and entry.verdict == str(report.verdict) for entry in entries)
+    return any(parse_token(entry.token) == case and entry.verdict == str(report.verdict) for entry in entries)
 
 
 def fixed(path: Path = FIXED) -> Iterator[Case]:
-    """The cases of the corpus: findings that were fixed. A line is a token; `#` starts a comment.
+    """The cases of the corpus: findings that were fixed. A line is a token or a spelling; `#` starts a comment.
 
     Raises:
         UsageError: a line that is no token, with its number.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from dbo.config import DBOConfig
+from dbo.job_reference import by_request
 from dbo.local import LocalWorld
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
@@ -23,6 +25,17 @@ DTYPE = "float32"
 def inference_mode() -> AbstractContextManager[Any]:
     """What a rank's program runs in."""
     return torch.inference_mode()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small matrices: more threads than one only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def weights(model: ModelConfig) -> FolderWeights:
@@ -48,20 +61,18 @@ def _folder(model: ModelConfig) -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def tokens_alone(
+def said_alone(
     model: ModelConfig, config: DBOConfig, schedule: Schedule, requests: Sequence[RequestSpec]
-) -> dict[str, list[int]]:
-    """Greedy tokens by request id of all requests together, unsplit, on one rank and plain CPU tensors."""
+) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+    """Greedy tokens and logits by request id of all requests together, unsplit, on one rank and plain CPU tensors."""
     alone = DBOConfig(
         data_parallel_size=1, all2all_backend="nccl", dtype=DTYPE, block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks * config.num_ranks, max_model_len=config.max_model_len,
         max_num_batched_tokens=64, max_num_seqs=32,
     )  # fmt: skip
     job = RankJob(
-        config=alone, model_config=model, schedule=schedule, requests=(tuple(requests),), weights_of=weights(model)
-    )
-    tokens: dict[str, list[int]] = {}
-    for outcome in RankMain(job)(LocalWorld()):
-        for id, token in outcome.tokens.items():
-            tokens.setdefault(id, []).append(token)
-    return tokens
+        config=alone, model_config=model, schedule=schedule, requests=(tuple(requests),), weights_of=weights(model),
+        keep_logits=True,
+    )  # fmt: skip
+    found = by_request([RankMain(job)(LocalWorld())])
+    return {spec.id: found.get(spec.id, ([], [])) for spec in requests}

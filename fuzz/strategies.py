@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from dbo import config as configuration
 from dbo.config import IMPLEMENTED
+from dbo.config.facts import DCP_COMM_BACKENDS, SHARED_EXPERTS
 from dbo.errors import ScheduleError
 from dbo.schedule import Hook, Item, Point, Program, Schedule, Yield, presets, validate
-from fuzz.case import BACKENDS, Case, RequestPlan
+from fuzz.case import Case, RequestPlan
+from fuzz.spelling import BACKENDS
 from fuzz.targets import clean_twin
 from sim.faults import CATALOGUE, Fault
 
 MAX_PROMPT = 14
+MAX_TOKEN = 60  # characters
 _SIDES = ("S", "D.recv", "C.recv", "copy")  # points that may run on either stream where the backend has two
 
 
@@ -103,14 +106,19 @@ def later_requests(most: int) -> st.SearchStrategy[list[RequestPlan]]:
 
 @st.composite
 def requests(
-    draw: st.DrawFn, ranks: int, ubatches: int, budget: int, *, small: bool
+    draw: st.DrawFn, ranks: int, ubatches: int, budget: int, *, small: bool, decode: bool = False
 ) -> tuple[tuple[RequestPlan, ...], ...]:
-    """Requests by rank: mostly a first step that splits, then whatever comes; some ranks idle from the start."""
+    """Requests by replica: mostly a first step that splits, then whatever comes; some replicas idle from the start.
+
+    Args:
+        decode: the first ones decode at least once: only such steps run from graphs.
+    """
     found: list[list[RequestPlan]] = [[] for _ in range(ranks)]
     if draw(st.integers(0, 7)):
         for rank, lengths in enumerate(draw(opening(ranks, ubatches, budget))):
             found[rank] = [
-                RequestPlan(prompt_tokens=n, new_tokens=draw(st.integers(1, 2 if small else 4))) for n in lengths
+                RequestPlan(prompt_tokens=n, new_tokens=draw(st.integers(1 + decode, 2 if small else 4)))
+                for n in lengths
             ]
     for rank in range(ranks):
         found[rank] += draw(later_requests(0 if small else 2))
@@ -126,26 +134,31 @@ def clean_cases(
     wanted: Callable[[Sequence[Item]], bool] = lambda items: True,
     *,
     small: bool = False,
+    exchanges: Sequence[str] = (),
 ) -> Case:
-    """A whole run without a fault, in ordering mode.
+    """A whole run without a fault, in ordering mode, whose token is at most `MAX_TOKEN` long.
 
     Args:
         wanted: as for `schedules`.
         small: shallow and short, for runs with numbers.
+        exchanges: those that a DCP group may use; empty: any, and mostly no group.
     """
     backend = draw(backends)
-    ranks = draw(st.integers(2, 3 if small else 4))
+    replicas, dcp_size = draw(layouts(small=small, group=bool(exchanges)))
+    ranks = replicas * dcp_size
     most = configuration.BACKENDS[backend].max_ubatches or 3
     ubatches = draw(st.sampled_from([u for u in (2, 2, 3) if u <= most]))
     experts = ranks * draw(st.integers(1, 3))
     batched = draw(st.integers(2 * ubatches, 24))
-    plans = draw(requests(ranks, ubatches, batched, small=small))
+    max_seqs = draw(st.sampled_from([4, 3, 2, 1]))
+    graphs, capture_sizes = draw(_graphs(max_seqs, batched))
+    plans = draw(requests(replicas, ubatches, batched, small=small, decode=graphs))
     schedule = draw(schedules(backend, ubatches, wanted))
     block_size = draw(st.integers(1, 9))
-    at_first = min(sum(p.prompt_tokens for p in rank if not p.arrives) for rank in plans)
-    longest = max(plan.prompt_tokens + plan.new_tokens for rank in plans for plan in rank)
-    least_blocks = 1 + -(-longest // block_size)
-    return Case(
+    at_first = min(sum(p.prompt_tokens for p in replica if not p.arrives) for replica in plans)
+    longest = max(plan.prompt_tokens + plan.new_tokens for replica in plans for plan in replica)
+    least_blocks = 1 + -(-longest // (block_size * dcp_size))
+    case = Case(
         backend=backend,
         ranks=ranks,
         ubatches=ubatches,
@@ -156,14 +169,51 @@ def clean_cases(
         decode_threshold=draw(st.integers(ubatches, min(ubatches + 3, batched))),
         prefill_threshold=draw(st.integers(ubatches, max(ubatches, min(at_first, batched)))),
         max_batched_tokens=batched,
-        max_seqs=draw(st.sampled_from([4, 3, 2, 1])),
+        max_seqs=max_seqs,
         block_size=block_size,
         num_kv_blocks=least_blocks + draw(st.integers(0, 3 * least_blocks)),
         split_points=draw(_split_points(ubatches, batched)),
+        graphs=graphs,
+        capture_sizes=capture_sizes,
+        dcp_size=dcp_size,
+        dcp_backend=draw(st.sampled_from(sorted(exchanges or DCP_COMM_BACKENDS))) if dcp_size > 1 else None,
+        interleave=draw(_divisors(block_size)) if dcp_size > 1 else 1,
+        shared_experts=draw(st.sampled_from(_placements())),
         items=schedule.items,
         offset=schedule.offset,
         requests=plans,
     )
+    assume(len(case.token) <= MAX_TOKEN)
+    return case
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, small: bool, group: bool) -> tuple[int, int]:
+    """DP replicas and ranks of a DCP group; one in three runs has groups, and each where `group`."""
+    if group or draw(st.integers(0, 2)) == 2:
+        return draw(st.sampled_from(((1, 2), (2, 2), (1, 3)) if small else ((1, 2), (2, 2), (1, 3), (1, 4))))
+    return draw(st.integers(2, 3 if small else 4)), 1
+
+
+def _divisors(block_size: int) -> st.SearchStrategy[int]:
+    """A block holds whole interleave runs."""
+    return st.sampled_from([n for n in range(1, block_size + 1) if block_size % n == 0])
+
+
+def _placements() -> list[str]:
+    """Of the shared experts; most runs have the schedule's."""
+    return ["overlap", *(name for name in SHARED_EXPERTS if name in IMPLEMENTED["sim"]["shared_experts"])]
+
+
+@st.composite
+def _graphs(draw: st.DrawFn, max_seqs: int, batched: int) -> tuple[bool, tuple[int, ...] | None]:
+    """One run in three has graphs: of the sizes that follow, or of explicit ones that reach the largest decode step."""
+    if draw(st.integers(0, 2)) < 2:
+        return False, None
+    if draw(st.integers(0, 3)) < 3:
+        return True, None
+    largest = draw(st.integers(max_seqs, min(batched, max_seqs + 4)))
+    return True, tuple(sorted({largest, *draw(st.sets(st.integers(1, largest), max_size=3))}))
 
 
 def _split_points(ubatches: int, batched: int) -> st.SearchStrategy[tuple[int, ...] | None]:
@@ -199,11 +249,14 @@ def planted_cases(
     fault = draw(st.sampled_from(list(faults)))
     wanted = backends().filter(lambda name: not fault.backends or name in fault.backends)
     mode = "numeric" if fault.numeric else mode
-    case = draw(clean_cases(wanted, _FAVOURED.get(fault.name, lambda items: True), small=small or mode == "numeric"))
+    favoured = _FAVOURED.get(fault.name, lambda items: True)
+    case = draw(clean_cases(wanted, favoured, small=small or mode == "numeric", exchanges=fault.exchanges))
     case = dataclasses.replace(case, fault=fault.name, mode=mode)
     sites = list(fault.sites(clean_twin(case)[0]))
     assume(sites)
-    return dataclasses.replace(case, fault=fault.inject(draw(st.sampled_from(sites))))
+    case = dataclasses.replace(case, fault=fault.inject(draw(st.sampled_from(sites))))
+    assume(len(case.token) <= MAX_TOKEN)
+    return case
 
 
 def _alone(items: tuple[Item, ...], offset: int, backend: str) -> Schedule:

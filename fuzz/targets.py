@@ -1,6 +1,6 @@
 """Runs a case and judges it. Ordering mode needs no torch; numeric mode loads `fuzz.numeric`.
 
-report = run_case(parse_token("f1:…"))
+report = run_case(parse_token("f2:…"))
 surprise(case, report)          "" when the report says what the case calls for
 """
 
@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from dbo import config as configuration
 from dbo.check import Report, judge
 from dbo.config import DBOConfig, ModelShape
 from dbo.contract import World
 from dbo.engine.requests import Request
 from dbo.errors import UsageError, refusal
+from dbo.job_reference import by_request, compare_peers, note_reference
+from dbo.main_job_types import Reference
 from dbo.model.config import ModelConfig
 from dbo.program import Program
 from dbo.rank import CleanPrograms, RankJob, RequestSpec, start_rank
@@ -44,20 +48,26 @@ MAX_STEPS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a case left: its trace, every rank's steps, and the errors that ended ranks."""
+    """What a case left: its trace, every rank's steps, and the errors that ended ranks.
+
+    Attributes:
+        peers: ranks of a DCP group: each of them samples every token of its replica.
+    """
 
     trace: Trace
     outcomes: tuple[tuple[StepOutcome, ...], ...]
     errors: tuple[BaseException | None, ...]
+    peers: int = 1
+
+    def said(self, peer: int) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+        """Sampled tokens and the logits behind them, by request id and in order, as this peer of each group has them."""
+        return by_request(self.outcomes[peer :: self.peers])
 
     @property
-    def tokens(self) -> dict[str, list[int]]:
-        """Sampled tokens by request id, in order."""
-        found: dict[str, list[int]] = {}
-        for outcome in (outcome for rank in self.outcomes for outcome in rank):
-            for id, token in outcome.tokens.items():
-                found.setdefault(id, []).append(token)
-        return found
+    def whole(self) -> bool:
+        """It came to its end, and no step of it failed."""
+        failed = any(outcome.error is not None for rank in self.outcomes for outcome in rank)
+        return not failed and not any(self.errors) and bool(self.trace.meta.get("complete", True))
 
 
 def run_case(case: Case) -> Report:
@@ -75,6 +85,15 @@ def run(case: Case) -> Ran:
     Raises:
         UsageError: as `run_case`.
     """
+    if case.mode == "ordering":
+        return _run(case)
+    from fuzz.numeric import one_thread
+
+    with one_thread():
+        return _run(case)
+
+
+def _run(case: Case) -> Ran:
     job = job_of(case)
     launched = launch(CaseMain(case=case, job=job), ranks=case.ranks, mode=case.mode)
     values: list[Sequence[StepOutcome]] = [value or () for value in launched.values]
@@ -84,7 +103,12 @@ def run(case: Case) -> Ran:
     }  # fmt: skip
     if any(len(outcomes) >= MAX_STEPS for outcomes in values):
         launched.trace.meta |= {"complete": False, "why_cut": f"{MAX_STEPS} steps"}
-    return Ran(trace=launched.trace, outcomes=tuple(map(tuple, values)), errors=tuple(launched.errors))
+    ran = Ran(
+        trace=launched.trace, outcomes=tuple(map(tuple, values)), errors=tuple(launched.errors), peers=case.dcp_size
+    )
+    if case.mode == "numeric" and ran.whole:
+        note_reference(ran.trace, _reference(case, ran), "float32")
+    return ran
 
 
 def clean_twin(case: Case) -> tuple[CleanRun, Report]:
@@ -147,20 +171,32 @@ def wrong_tokens(case: Case, ran: Ran) -> list[str]:
 
     An aborted request may have fewer.
     """
-    from fuzz.numeric import tokens_alone
+    said = [ran.said(peer) for peer in range(case.dcp_size)]
+    expected = _alone(case, ran)
+    return [id for id, (tokens, _) in expected.items() if any(found.get(id, ([], []))[0] != tokens for found in said)]
 
-    specs = [_spec(case, rank, index) for rank, plans in enumerate(case.requests) for index in range(len(plans))]
-    expected = tokens_alone(model_config_of(case), config_of(case), case.schedule, specs)
-    aborted = {
-        _request_id(rank, index)
-        for rank, plans in enumerate(case.requests)
-        for index, plan in enumerate(plans)
-        if plan.aborted is not None
-    }
-    found = {spec.id: ran.tokens.get(spec.id, []) for spec in specs}
-    return [
-        id for id, tokens in found.items() if tokens != (expected[id][: len(tokens)] if id in aborted else expected[id])
-    ]
+
+def _reference(case: Case, ran: Ran) -> Reference:
+    """Every peer's tokens and logits against those of one unsplit rank."""
+    expected = {id: said for id, said in _alone(case, ran).items() if said[0]}
+    said = compare_peers(expected, ran.outcomes, config_of(case))
+    return Reference(tokens_equal=said.tokens_equal and said.logits_close, max_rel_err=said.max_rel_err)
+
+
+def _alone(case: Case, ran: Ran) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+    """What the requests of a case get from one unsplit rank; of an aborted one, as much as it has in `ran`."""
+    from fuzz.numeric import said_alone
+
+    plans = {(at, index): plan for at, replica in enumerate(case.requests) for index, plan in enumerate(replica)}
+    specs = [_spec(case, replica, index) for replica, index in plans]
+    expected = said_alone(model_config_of(case), config_of(case), case.schedule, specs)
+    found = ran.said(0)
+    for (replica, index), plan in plans.items():
+        id = _request_id(replica, index)
+        if plan.aborted is not None:
+            got = len(found.get(id, ([], []))[0])
+            expected[id] = expected[id][0][:got], expected[id][1][:got]
+    return expected
 
 
 def job_of(case: Case) -> RankJob:
@@ -187,7 +223,7 @@ def job_of(case: Case) -> RankJob:
         weights_of = weights(model)
     return RankJob(
         config=config, model_config=model, schedule=case.schedule, requests=(), weights_of=weights_of,
-        program_of=program_of, max_steps=MAX_STEPS,
+        program_of=program_of, keep_logits=weights_of is not None, max_steps=MAX_STEPS,
     )  # fmt: skip
 
 
@@ -198,19 +234,23 @@ def config_of(case: Case) -> DBOConfig:
     if case.backend == "deepep_low_latency":
         low_latency["low_latency_max_tokens_per_rank"] = case.max_batched_tokens
     return DBOConfig(
-        data_parallel_size=case.ranks, enable_expert_parallel=True, enable_dbo=True, num_ubatches=case.ubatches,
-        dbo_decode_token_threshold=case.decode_threshold, dbo_prefill_token_threshold=case.prefill_threshold,
-        split_points=case.split_points, dbo_schedule=to_text(case.schedule), all2all_backend=case.backend,
+        data_parallel_size=case.ranks // case.dcp_size, enable_expert_parallel=True, enable_dbo=True,
+        num_ubatches=case.ubatches, dbo_decode_token_threshold=case.decode_threshold,
+        dbo_prefill_token_threshold=case.prefill_threshold, split_points=case.split_points,
+        dbo_schedule=to_text(case.schedule), all2all_backend=case.backend,
         max_num_batched_tokens=case.max_batched_tokens, max_num_seqs=case.max_seqs, max_model_len=longest,
-        block_size=case.block_size, num_kv_blocks=case.num_kv_blocks, dtype="float32", **low_latency,
+        block_size=case.block_size, num_kv_blocks=case.num_kv_blocks, dtype="float32",
+        cudagraph_mode="FULL" if case.graphs else "NONE", capture_sizes=case.capture_sizes,
+        decode_context_parallel_size=case.dcp_size, dcp_comm_backend=case.dcp_backend,
+        cp_kv_cache_interleave_size=case.interleave, shared_experts=case.shared_experts, **low_latency,
     )  # fmt: skip
 
 
 def model_config_of(case: Case) -> ModelConfig:
-    """The model of a case: small, and as deep and as wide in experts as the case says."""
+    """The model of a case: small, and as deep and as wide in experts as the case says; a DCP peer keeps two heads."""
     return ModelConfig(
         vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=32, moe_intermediate_size=16,
-        num_hidden_layers=case.dense_layers + case.moe_layers, num_attention_heads=2, kv_lora_rank=16,
+        num_hidden_layers=case.dense_layers + case.moe_layers, num_attention_heads=2 * case.dcp_size, kv_lora_rank=16,
         q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=case.experts,
         n_shared_experts=1, num_experts_per_tok=case.top_k, max_position_embeddings=4096,
         first_k_dense_replace=case.dense_layers,
@@ -237,15 +277,17 @@ class CaseMain:
 
     def _steps(self, world: World) -> list[StepOutcome]:
         runner = start_rank(world, self.job)
-        waiting = list(enumerate(self.case.requests[world.rank]))
+        replica = world.rank // self.case.dcp_size  # the peers of a DCP group schedule the same requests
+        plans = self.case.requests[replica]
+        waiting = list(enumerate(plans))
         outcomes: list[StepOutcome] = []
         while len(outcomes) < self.job.max_steps:
             for index, plan in [entry for entry in waiting if entry[1].arrives <= runner.next_step]:
                 waiting.remove((index, plan))
-                runner.scheduler.add(self._request(world.rank, index))
-            for index, plan in enumerate(self.case.requests[world.rank]):
+                runner.scheduler.add(self._request(replica, index))
+            for index, plan in enumerate(plans):
                 if plan.aborted is not None and plan.aborted <= runner.next_step:
-                    runner.scheduler.abort(_request_id(world.rank, index))
+                    runner.scheduler.abort(_request_id(replica, index))
             last = runner.next_step >= self.case.last_event
             outcomes.append(runner.step())
             failed = sum(outcome.error is not None for outcome in outcomes)
@@ -253,17 +295,17 @@ class CaseMain:
                 break
         return outcomes
 
-    def _request(self, rank: int, index: int) -> Request:
-        spec = _spec(self.case, rank, index)
+    def _request(self, replica: int, index: int) -> Request:
+        spec = _spec(self.case, replica, index)
         return Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
 
 
-def _spec(case: Case, rank: int, index: int) -> RequestSpec:
+def _spec(case: Case, replica: int, index: int) -> RequestSpec:
     """A request of a case. Any prompt does, as long as different requests have different ones."""
-    plan = case.requests[rank][index]
-    ids = (1 + (17 * rank + 31 * index + 7 * i * (index + 1)) % (VOCAB_SIZE - 1) for i in range(plan.prompt_tokens))
-    return RequestSpec(id=_request_id(rank, index), prompt_token_ids=tuple(ids), max_new_tokens=plan.new_tokens)
+    plan = case.requests[replica][index]
+    ids = (1 + (17 * replica + 31 * index + 7 * i * (index + 1)) % (VOCAB_SIZE - 1) for i in range(plan.prompt_tokens))
+    return RequestSpec(id=_request_id(replica, index), prompt_token_ids=tuple(ids), max_new_tokens=plan.new_tokens)
 
 
-def _request_id(rank: int, index: int) -> str:
-    return f"r{rank}.{index}"
+def _request_id(replica: int, index: int) -> str:
+    return f"r{replica}.{index}"

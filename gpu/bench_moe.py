@@ -88,6 +88,10 @@ def _host(measured: Measured, bench: MoEBench) -> None:
     measured.host_ratio = costs[0].median_us / mine[0] if mine else None
 
 
+def no_model(**inputs: Any) -> None:
+    """What the wrapper has before a pass and after the last one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEProgram:
     """What every rank runs; rank 0 tells."""
@@ -110,8 +114,8 @@ class _Rank:
         self.turns = Turns(world, self.bench.repeat)
         # One wrapper for everything: its threads, and what libraries keep for each of them, are made once.
         self.wrapper = UBatchWrapper(
-            None, world=world, schedule=load_schedule("mlp_shared_overlap"), backend="nccl", moe_layers=()  # type: ignore[arg-type]
-        )  # fmt: skip
+            no_model, world=world, schedule=load_schedule("mlp_shared_overlap"), backend="nccl", moe_layers=()
+        )
         self.longest_s = 0.0
 
     def run(self) -> None:
@@ -217,6 +221,7 @@ class _Rank:
 
     def _clean_up(self) -> None:
         """Give the batch's memory back before the next one asks for more."""
+        self.wrapper.model = no_model  # the last stack's weights
         gc.collect()
         if self.world.asynchronous:
             forget_pool(self.world.device)

@@ -16,6 +16,12 @@ Work = Callable[[], Any]
 WARM_UP = 3
 
 
+def meet(world: Any) -> None:
+    """Wait for all ranks, each with nothing left on its device."""
+    world.compute.drain()
+    dist.barrier(group=world.process_groups.control)
+
+
 class Turns:
     """Samples work of this rank and its peers.
 
@@ -53,10 +59,10 @@ class Turns:
 
     def meet(self) -> None:
         """All ranks' hosts, then their devices: an exchange on the stream ends at about the same time everywhere."""
-        groups = self.world.process_groups
-        dist.barrier(group=groups.control)
-        if self.world.asynchronous and groups.data is not None:
-            dist.all_reduce(self._one, group=groups.data)
+        meet(self.world)
+        data = self.world.process_groups.data
+        if self.world.asynchronous and data is not None:
+            dist.all_reduce(self._one, group=data)
 
     def _once(self, work: Work) -> float:
         if not self.world.asynchronous:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dbo.config import facts
 from dbo.errors import NotAvailable
 from gpu import handoff, probe
 from gpu.check_parts.edges import check_trace
@@ -76,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--share-device", action="store_true", help="all ranks on the first device")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
-    parser.add_argument("--backend", action="append", help="all-to-all backends (default: those that run here)")
+    parser.add_argument(
+        "--backend", action="append", choices=sorted(facts.BACKENDS),
+        help="all-to-all backends (default: those that run here)",
+    )  # fmt: skip
     parser.add_argument("--vehicle", choices=("auto", "thread", "greenlet"), default="thread", help="what ubatches are")
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of the long run (default: none)")

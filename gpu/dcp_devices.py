@@ -25,9 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbo.bench.dcp_processes import Group, sample_ms
 from dbo.dcp.direct import DirectLayout
 from dbo.dcp.exchange import TORCH_KERNELS, dcp_a2a_lse_reduce
 from dbo.dcp.merging import merge
+from dbo.dcp.oracle import merge_float64
 from dbo.dcp.packing import lse_pack_dim
 from dbo.dcp.paths import ag_rs, two_collectives
 from dbo.errors import NotAvailable
@@ -38,16 +40,6 @@ from gpu.symm import symmetric_region
 HEADS, DIM = 64, 512
 LINK_GB_PER_S = 450.0
 LIMIT_S = 540
-
-
-@dataclass(frozen=True)
-class Group:
-    """The DCP group of this process: all ranks."""
-
-    world_size: int
-    rank: int
-    device_group: Any
-    sweep: bool = False
 
 
 @dataclass
@@ -90,17 +82,12 @@ def expected(
     outs, lses = [], []
     for source in range(group.world_size):
         out, lse = inputs_of(source, shape, dtype, seed)
-        lse = lse.double()
         if lens is not None:
             empty = torch.tensor(lens[source], device="cuda") == 0
-            lse = torch.where(empty[:, None], -torch.inf, lse)
-        outs.append(out.double()[:, heads])
+            lse = lse.masked_fill(empty[:, None], -torch.inf)
+        outs.append(out[:, heads])
         lses.append(lse[:, heads])
-    stacked = torch.stack(lses) * (1.0 if base_e else 0.6931471805599453)
-    total = torch.logsumexp(stacked, 0)
-    weight = torch.where(torch.isinf(stacked), 0.0, torch.exp(stacked - torch.where(torch.isinf(total), 0.0, total)))
-    merged = (torch.stack(outs) * weight[..., None]).sum(0)
-    return merged, total / (1.0 if base_e else 0.6931471805599453)
+    return merge_float64(torch.stack(outs), torch.stack(lses), base_e)
 
 
 def check_matrix(group: Group, exchange: DirectExchange) -> int:
@@ -166,23 +153,12 @@ def check_bits(group: Group) -> int:
 # ---- speed
 
 
-def timed(group: Group, run: Callable[[], Any], repeat: int, inner: int) -> tuple[float, float, float]:
+def timed(run: Callable[[], Any], repeat: int, inner: int) -> tuple[float, float, float]:
     """(median, 10 %, 90 %) in ms of the slowest rank; ranks start together and run `inner` exchanges a sample."""
     for _ in range(5):
         run()
     torch.cuda.synchronize()
-    taken = torch.zeros(repeat, device="cuda")
-    for i in range(repeat):
-        dist.barrier(group.device_group)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(inner):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        taken[i] = begin.elapsed_time(end) / inner
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group.device_group)
-    values = sorted(taken.tolist())
+    values = sorted(sample_ms(run, inner, "cuda") for _ in range(repeat))
     return statistics.median(values), values[repeat // 10], values[-1 - repeat // 10]
 
 
@@ -212,7 +188,9 @@ def baseline(group: Group, out: torch.Tensor, lse: torch.Tensor, compiled_merge:
     return compiled_merge(recv_out, recv_lse, True)
 
 
-def measure(group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows: int, repeat: int) -> list[Row]:
+def measure(
+    group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows: int, *, repeat: int, sweeps: bool
+) -> list[Row]:
     out, lse = inputs_of(group.rank, (rows, HEADS, DIM), torch.bfloat16, rows)
     compiled_merge = torch.compile(merge, dynamic=False)
     paths: dict[str, Callable[[], Any]] = {
@@ -220,7 +198,7 @@ def measure(group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows:
         "ag_rs": lambda: ag_rs(out, lse, group, True, reduce_dtype=torch.bfloat16),
         "a2a": lambda: dcp_a2a_lse_reduce(out, lse, group, True, kernels=TRITON_KERNELS),
     }
-    for name, tuning in (sweep() if group.sweep else tunings()).items():
+    for name, tuning in (sweep() if sweeps else tunings()).items():
         end = exchange_of(tuning)
         try:
             end.prepare(out, lse)
@@ -232,10 +210,10 @@ def measure(group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows:
     # As in a model, where other work keeps the device busy while the host launches the next exchange.
     inner = 8 if rows >= 4096 else 20
     for name, run in paths.items():
-        if not group.sweep or name == "two collectives":
-            table.append(Row(rows, name, "eager", *timed(group, run, repeat, inner)))
+        if not sweeps or name == "two collectives":
+            table.append(Row(rows, name, "eager", *timed(run, repeat, inner)))
         graph = captured(run)
-        table.append(Row(rows, name, "graph", *timed(group, graph.replay, repeat, inner)))
+        table.append(Row(rows, name, "graph", *timed(graph.replay, repeat, inner)))
     return table
 
 
@@ -295,7 +273,7 @@ def worker(rank: int, world: int, arguments: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    group = Group(world, rank, dist.group.WORLD, arguments.sweep)
+    group = Group()
     layout = DirectLayout(world_size=world, max_rows=max([*arguments.rows, 64]) * HEADS // world, row_bytes=DIM * 4)
     region, addresses = symmetric_region(layout, dist.group.WORLD)
 
@@ -315,7 +293,11 @@ def worker(rank: int, world: int, arguments: argparse.Namespace) -> None:
         say(group, f"mixture of eager calls and replays: {mixed} of 200 wrong")
     total = torch.tensor([wrong], device="cuda")
     dist.all_reduce(total)
-    table = [row for rows in arguments.rows for row in measure(group, exchange_of, rows, arguments.repeat)]
+    table = [
+        row
+        for rows in arguments.rows
+        for row in measure(group, exchange_of, rows, repeat=arguments.repeat, sweeps=arguments.sweep)
+    ]
     if rank == 0:
         show(table, world)
     say(group, f"wrong results over all ranks: {int(total)}")

@@ -22,7 +22,7 @@ from gpu.host import ThreadHost
 from gpu.ranges import Ranges
 from gpu.recorder import QUIET_POINTS, HostTask, Recorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
-from gpu.tensors import ContextState, DeviceCopyRows, DeviceRowOps, DeviceTensors, TorchTaskState
+from gpu.tensors import ContextState, DeviceTensors, TorchTaskState, copy_rows, row_ops
 
 if TYPE_CHECKING:
     from gpu.process import Groups
@@ -73,8 +73,8 @@ class GpuWorld:
         self.control = DistGroup(self, "dp.cpu", groups.control)
         self.host: Any = self._make_host(vehicle)
         self.tensors = DeviceTensors(self)
-        self.row_ops = DeviceRowOps(self)
-        self.copy_rows = DeviceCopyRows(self)
+        self.row_ops = row_ops(self)
+        self.copy_rows = copy_rows(self)
         self._error: BaseException | None = None
         self.unread: Any = None
         if self.asynchronous:

@@ -16,6 +16,7 @@ import greenlet
 from dbo.errors import RingError, refusal
 from gpu import board
 from gpu.recorder import HostTask, Recorder
+from gpu.workers import Host, Worker
 
 
 class Hub:
@@ -127,60 +128,37 @@ class GreenletBarrier:
             raise RingError(f"the barrier was aborted: barrier={self._name}; a party failed before it came")
 
 
-class GreenletWorker:
-    """A greenlet that lives as long as its rank; see `gpu.host.ThreadWorker`."""
+class GreenletWorker(Worker):
+    """A worker with a greenlet of its own; its work begins when the starter sleeps."""
 
     def __init__(self, hub: Hub, name: str, *, stream: Any) -> None:
+        super().__init__(
+            name, start=GreenletBaton(hub, sleeps_as=board.IDLE), end=GreenletBaton(hub, sleeps_as=board.JOIN)
+        )
         self._hub = hub
-        self.name = name
-        self._work: Callable[[], None] | None = None
-        self.error: BaseException | None = None
-        self.wakes = 0
-        self._start = GreenletBaton(hub, sleeps_as=board.IDLE)
-        self._end = GreenletBaton(hub, sleeps_as=board.JOIN)
         self._task = HostTask(name, stream)
         self._greenlet = greenlet.greenlet(self._loop)
         hub.wake(self._greenlet)
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` in this greenlet, when its starter sleeps."""
-        self._work, self.error = work, None
-        self._start.give()
-
-    def join(self) -> None:
-        """Sleep until the submitted work has ended."""
-        self._end.take()
-
     def stop(self) -> None:
-        """End it. It must have no work."""
         self._start.give()
         self._end.take()
         self._hub.forget(greenlet.getcurrent())  # the ended greenlet came back here by itself
 
     def _loop(self) -> None:
         self._hub.recorder.switch_to(self._task)
-        while True:
-            self._start.take()
-            self.wakes += 1
-            work, self._work = self._work, None
-            if work is None:
-                break
-            try:
-                work()
-            except BaseException as error:  # also what must not end a line that others will wait for
-                self.error = error
-            work = None  # as in `gpu.host.ThreadWorker`
-            self._end.give()
+        while self._works():
+            pass
         self._end.give()  # returning goes on in the greenlet that made this one: the one that stops it
 
 
-class GreenletHost:
+class GreenletHost(Host):
     """Makes batons, barriers and workers of one rank, all on the calling thread."""
 
     def __init__(self, recorder: Recorder, resume: Callable[[Any], None], stream: Any) -> None:
+        super().__init__()
         self._hub = Hub(recorder, resume)
         self._stream = stream
-        self.workers: list[GreenletWorker] = []
 
     def baton(self, name: str) -> GreenletBaton:
         return GreenletBaton(self._hub)
@@ -192,9 +170,3 @@ class GreenletHost:
         worker = GreenletWorker(self._hub, name, stream=self._stream)
         self.workers.append(worker)
         return worker
-
-    def close(self) -> None:
-        """End all workers; none may have work."""
-        for worker in self.workers:
-            worker.stop()
-        self.workers.clear()

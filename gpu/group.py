@@ -7,7 +7,7 @@ exchange is on the board before it begins, so that the watchdog knows who came t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,8 @@ class DistGroup:
     @contextmanager
     def _host_collective(self, op: str, shape: list[int], dtype: str, tag: int) -> Iterator[None]:
         index = self.world.next_index(self.name)
-        recorder, task = self.world.trace, self.world.trace.task
-        recorder.end_visit(task)
+        recorder = self.world.trace
+        recorder.end_visit(recorder.task)
         attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
                  "ranks": self.size}  # fmt: skip
         recorder.on_line("collective", op, attrs)
@@ -65,7 +65,7 @@ class DistGroup:
         with self.world.peers_may_fail():
             yield
         recorder.goes_on()
-        task.after.append(recorder.meet_reference(self.name, index))
+        recorder.has_met(self.name, index)
 
     # -- device level -----------------------------------------------------------------------------------------------
 
@@ -76,8 +76,7 @@ class DistGroup:
             rule = "NCCL refuses two ranks on one device"
             fix = "use a DeepEP V1 backend with --share-device, one device a rank, or --device cpu"
             raise NotAvailable(refusal(rule, fix, group=self.name, device=self.world.device))
-        attrs = {"shape": [int(input.shape[-1])], "dtype": str(input.dtype)}
-        with self._exchanges.exchange("all_to_all_single", attrs):
+        with self._exchanges.of_rows("all_to_all_single", input):
             # As bytes: gloo has no 16-bit types, and no backend looks at what it moves.
             dist.all_to_all_single(
                 rows_as_bytes(output), rows_as_bytes(input), list(output_split_sizes), list(input_split_sizes),
@@ -119,6 +118,10 @@ class Exchanges:
         recorder.goes_on()
         if self.world.measures:
             recorder.timed(record)
+
+    def of_rows(self, op: str, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """`exchange` of rows `[N, H]`, whose number may differ from rank to rank."""
+        return self.exchange(op, {"shape": [int(rows.shape[-1])], "dtype": str(rows.dtype)})
 
 
 def rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:

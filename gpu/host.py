@@ -15,6 +15,7 @@ from typing import Any
 from dbo.errors import RingError
 from gpu import board
 from gpu.recorder import HostTask, Recorder
+from gpu.workers import Host, Worker
 
 
 class RawBaton:
@@ -26,7 +27,6 @@ class RawBaton:
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
         self._giver = -1
-        self._given_twice = False
 
     def give(self) -> None:
         task = self._recorder.task
@@ -37,7 +37,7 @@ class RawBaton:
         try:
             self._lock.release()
         except RuntimeError:
-            self._given_twice = True  # still the one permit: a semaphore of one, also while a failed ring unwinds
+            pass  # given twice: still the one permit, also while a failed ring unwinds
 
     def take(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -97,58 +97,29 @@ class ThreadBarrier:
             raise RingError(f"the barrier was aborted: barrier={self._name}; a party failed before it came")
 
 
-class ThreadWorker:
-    """A thread that lives as long as its rank and sleeps between two pieces of work; a step creates none.
-
-    Attributes:
-        error: what the last piece of work raised; who submits work says what becomes of it.
-        wakes: pieces of work that it woke up for.
-    """
+class ThreadWorker(Worker):
+    """A worker with a thread of its own."""
 
     def __init__(self, recorder: Recorder, name: str, *, stream: Any, enter: Callable[[], None]) -> None:
+        super().__init__(
+            name, start=RawBaton(recorder, sleeps_as=board.IDLE), end=RawBaton(recorder, sleeps_as=board.JOIN)
+        )
         self._recorder = recorder
-        self.name = name
-        self._work: Callable[[], None] | None = None
-        self.error: BaseException | None = None
-        self._start = RawBaton(recorder, sleeps_as=board.IDLE)
-        self._end = RawBaton(recorder, sleeps_as=board.JOIN)
-        self.wakes = 0
         self.thread = threading.Thread(target=self._loop, args=(stream, enter), name=name, daemon=True)
         self.thread.start()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` in the worker's thread."""
-        self._work, self.error = work, None
-        self._start.give()
-
-    def join(self) -> None:
-        """Block until the submitted work has ended."""
-        self._end.take()
-
     def stop(self) -> None:
-        """End the thread. It must have no work."""
         self._start.give()
         self.thread.join()
 
     def _loop(self, stream: Any, enter: Callable[[], None]) -> None:
         self._recorder.start_line(self.name, stream)
         enter()
-        while True:
-            self._start.take()
-            self.wakes += 1
-            work, self._work = self._work, None
-            if work is None:
-                return
-            try:
-                work()
-            except BaseException as error:  # also what must not end a thread that others will wait for
-                self.error = error
-            finally:
-                work = None  # with it go the step's contexts and, after an error, the frames that it was raised through
-                self._end.give()
+        while self._works():
+            pass
 
 
-class ThreadHost:
+class ThreadHost(Host):
     """Makes batons, barriers and worker threads of one rank.
 
     Args:
@@ -156,10 +127,10 @@ class ThreadHost:
     """
 
     def __init__(self, recorder: Recorder, stream: Any, enter: Callable[[], None]) -> None:
+        super().__init__()
         self._recorder = recorder
         self._stream = stream
         self._enter = enter
-        self.workers: list[ThreadWorker] = []
 
     def baton(self, name: str) -> RawBaton:
         return RawBaton(self._recorder)
@@ -171,9 +142,3 @@ class ThreadHost:
         worker = ThreadWorker(self._recorder, name, stream=self._stream, enter=self._enter)
         self.workers.append(worker)
         return worker
-
-    def close(self) -> None:
-        """End all worker threads; none may have work."""
-        for worker in self.workers:
-            worker.stop()
-        self.workers.clear()

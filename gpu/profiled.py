@@ -21,6 +21,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from dbo.check.overlap import measure
+from dbo.config import facts
 from dbo.errors import NotAvailable
 from dbo.export.profile import read_profile
 from dbo.rank import RankMain
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--share-device", action="store_true", help="all ranks on the first device")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", help="all-to-all backend (default: the first that runs here)")
+    parser.add_argument(
+        "--backend", choices=sorted(facts.BACKENDS), help="all-to-all backend (default: the first that runs here)"
+    )
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(argv)
@@ -67,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotAvailable as error:
         sys.stderr.write(f"{error}\n")
         return 3
-    backend = options.backend or machine.backends[0]
+    backend = options.backend or next(iter(machine.backends), None)
+    if backend is None:
+        sys.stderr.write("no all-to-all backend can run here: `dbo doctor` says what to install\n")
+        return 3
     setup = Setup(
         run=partial(launch, ranks=options.ranks, vehicle="thread", **machine.options), ranks=options.ranks,
         device="cpu" if machine.options["device"] == "cpu" else "cuda", asked_device=options.device,

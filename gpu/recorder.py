@@ -200,7 +200,7 @@ class Recorder:
         self._local.task = task
 
     def goes_on(self) -> None:
-        """… and blocks no longer."""
+        """The calling line blocks no longer."""
         if self.rows is not None:
             self.rows.goes_on(self.task.row)
 
@@ -257,9 +257,16 @@ class Recorder:
         self._end(record)
 
     def meet_reference(self, group: str, index: int) -> int:
-        """Stands in `after` for the meeting of all ranks in exchange `index` of `group`."""
+        """Stands in `after` for the meeting of all ranks in exchange `index` of `group`; for nothing without records."""
+        if not self._keep:
+            return -1
         self.meets.append((group, index))
         return -len(self.meets)
+
+    def has_met(self, group: str, index: int) -> None:
+        """The calling line has met all ranks in that exchange: its next record comes after that."""
+        if self._keep:
+            self.task.after.append(self.meet_reference(group, index))
 
     def resolve(self, to_us: Callable[[Stamp], float]) -> None:
         """Fill in the times of device records so far; the device must have come to their ends."""

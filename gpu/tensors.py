@@ -60,56 +60,39 @@ class DeviceTensors:
             array.record_stream(cuda)
 
 
-class DeviceRowOps(TorchRowOps):
-    """Row operations that say when they launch something at an exchange's point."""
+class Told:
+    """`work`, whose methods say first that something is launched at an exchange's point.
 
-    def __init__(self, world: GpuWorld) -> None:
+    Args:
+        silent: names of those that launch nothing.
+    """
+
+    def __init__(self, world: GpuWorld, work: Any, *, silent: Sequence[str] = ()) -> None:
         self._world = world
+        self._work = work
+        self._silent = silent
 
-    def pack(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return super().pack(*args)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._work, name)
+        if name in self._silent:
+            return method
 
-    def unpack(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return super().unpack(*args)
+        def launch(*args: Any) -> Any:
+            self._world.trace.launches()
+            return method(*args)
 
-    def keep_ids(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return super().keep_ids(*args)
-
-    def reduce(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return super().reduce(*args)
+        return launch
 
 
-class DeviceCopyRows:
-    """Kernels around copies that say when they launch something at an exchange's point."""
+def row_ops(world: GpuWorld) -> Any:
+    """`dbo.moe.nccl.RowOps` and `dbo.moe.deepep_v2.ValidRows`."""
+    return Told(world, TorchRowOps(), silent=("empty_rows",))
 
-    def __init__(self, world: GpuWorld) -> None:
-        kernels = registry.layer_kernels(world.device.type)
-        self._rows = TorchCopyRows() if kernels is None else kernels.copy_rows
-        self._world = world
 
-    def counts(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return self._rows.counts(*args)
-
-    def pack(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return self._rows.pack(*args)
-
-    def route(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return self._rows.route(*args)
-
-    def unpack(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return self._rows.unpack(*args)
-
-    def reduce(self, *args: Any) -> Any:
-        self._world.trace.launches()
-        return self._rows.reduce(*args)
+def copy_rows(world: GpuWorld) -> Any:
+    """`dbo.moe.symm_copy.CopyRows`, by this device's kernels where it has some."""
+    kernels = registry.layer_kernels(world.device.type)
+    return Told(world, TorchCopyRows() if kernels is None else kernels.copy_rows)
 
 
 class TorchTaskState:

@@ -23,7 +23,7 @@ _RUNS = 0
 
 def launch_here(
     program: Callable[[Any], Any], *, ranks: int, device: str, share_device: bool, trace: bool, timeout_s: float,
-    stall_s: float, vehicle: str,
+    stall_s: float, slow_s: float | None, vehicle: str,
 ) -> Any:  # fmt: skip
     """Run `program(world)` on this rank and gather what all ranks left.
 
@@ -43,7 +43,7 @@ def launch_here(
     pick_device(spec)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    watchdog = _prepare(folder, rank, ranks, stall_s)
+    watchdog = _prepare(folder, rank, ranks, (stall_s, slow_s))
     dist.barrier()
     watched = board.Board.open(folder / "board")
     watched.rank(rank).set_state(board.RUNNING, os.getpid())
@@ -71,7 +71,7 @@ def _folder(rank: int) -> Path:
     return folder
 
 
-def _prepare(folder: Path, rank: int, ranks: int, stall_s: float) -> Any:
+def _prepare(folder: Path, rank: int, ranks: int, patience: tuple[float, float | None]) -> Any:
     """Rank 0 makes the board and starts the watchdog."""
     if rank != 0:
         return None
@@ -80,7 +80,7 @@ def _prepare(folder: Path, rank: int, ranks: int, stall_s: float) -> Any:
     from gpu.watchdog import watch
 
     board.Board.create(folder / "board", ranks)
-    watchdog = multiprocessing.get_context("spawn").Process(target=watch, args=(folder, stall_s), daemon=True)
+    watchdog = multiprocessing.get_context("spawn").Process(target=watch, args=(folder, *patience), daemon=True)
     watchdog.start()
     return watchdog
 

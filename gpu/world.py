@@ -103,7 +103,7 @@ def launch(
 
         return launch_here(
             program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
-            stall_s=stall_s, vehicle=vehicle,
+            stall_s=stall_s, slow_s=slow_s, vehicle=vehicle,
         )  # fmt: skip
     start_server()
     from gpu.process import RankSpec
@@ -173,11 +173,12 @@ def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[fl
         watchdog.start()
         for started in processes:
             started.join(max(0.0, deadline - time.monotonic()))
-        watchdog.join(10.0)
-        if watchdog.exitcode != 0 and not (folder / "report.json").exists():
-            raise DBOError(
-                f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched"
-            )
+        if not any(started.is_alive() for started in processes):  # else time is up, and the watchdog goes on watching
+            watchdog.join(10.0)
+            if watchdog.exitcode != 0 and not (folder / "report.json").exists():
+                raise DBOError(
+                    f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched"
+                )
     finally:
         for started in (*processes, watchdog):
             if started.pid is not None and started.is_alive():

@@ -147,7 +147,8 @@ class SimGroup:
 
         `value` is what the member brings; `connect(members, rank)` gives what it does at its start and at its end.
         `rows` says in the trace how many rows go to and come from each peer. The kernel holds `sms` SMs from its start
-        until all members have come and its part is done.
+        until all members have come and its part is done. Without `sms` it waits for none, and occupies as many as the
+        cost table says of a collective.
         """
         world, cluster = self.world, self.world.cluster
         stream = world.current_stream()
@@ -172,7 +173,8 @@ class SimGroup:
                  "ranks": self._ranks, "epoch": cluster.epoch, **(rows or {})}  # fmt: skip
         if sms:
             attrs |= {"sms": sms, "holds_until_peers": True}
-        arrive = stream.launch("collective", op, attrs=attrs, takes_sms=sms)
+        occupied = sms or world.cost.collective_sms
+        arrive = stream.launch("collective", op, attrs=attrs, takes_sms=occupied, reserves=sms > 0)
         meeting = cluster.device_meetings.get(key)
         if meeting is None:
             meeting = DeviceMeeting(cluster.open_meet(self.name, index))
@@ -192,7 +194,7 @@ class SimGroup:
         stream.launch(
             "exchange", op, duration_us=duration_us, reads=reads, writes=writes, run=begin,
             finish=lambda: state["end"](), after=(meeting.meet,), src=src or world.source(),
-            attrs={"group": self.name, "index": index, "op": op}, frees_sms=sms,
+            attrs={"group": self.name, "index": index, "op": op}, frees_sms=occupied, reserves=sms > 0,
         )  # fmt: skip
         if len(meeting.members) == self.size:
             if len(set(meeting.signatures.values())) == 1:

@@ -58,8 +58,12 @@ def replay(
 ) -> CompiledRun:
     """Run `program` on `ranks` ranks in virtual time.
 
+    Times are those of a machine on which compute takes no longer beside exchanges: operations are placed in order of issue,
+    for all ranks at once, and `sim.contention` needs them in order of time. So for "nccl" they are those that the real ring
+    has with `CostTable(contention=False)`; for "deepep_low_latency" there is no difference.
+
     Args:
-        cost: durations.
+        cost: durations; its contention is left out.
         slowdown: by rank, a factor on the durations of its kernels: stragglers. They move times, never the order.
         nbytes: that a rank sends in one exchange.
 
@@ -95,7 +99,7 @@ def replay(
 def _duration_us(op: DeviceOp, cost: CostTable, nbytes: int) -> float:
     match op.kind:
         case "op":
-            return cost.kernel(0)
+            return cost.kernel(0, op.name)
         case "send":
             return cost.low_latency_send_us
         case "recv":

@@ -29,6 +29,12 @@ class CostTable:
             rate is so much a SM, up to what the links carry.
         elastic_notify_us, elastic_us: the same of DeepEP V2, which moves about 2.4 times as much a SM.
         copy_engine_us, copy_engine_bytes_per_us: a peer copy.
+        contention: whether compute takes longer beside exchanges of its rank; see `sim.contention`.
+        copy_engine_slowdown: how much longer beside a copy engine. Measured on two H200s: 1.045 for dense products, 1.06 for
+            a layer with little besides its experts (docs/performance.md).
+        collective_sms: SMs that a collective's kernel occupies beside compute, without reserving them. Assumed, not
+            measured: as many as DeepEP V1 takes unless told otherwise; NCCL chooses its own number.
+        op_us: by its name in the trace, how long a compute operation takes alone, where that is known; others go by bytes.
     """
 
     host_launch_us: float = 0.1
@@ -55,9 +61,15 @@ class CostTable:
     elastic_bytes_per_us: float = 4.0e5
     copy_engine_us: float = 4.0
     copy_engine_bytes_per_us: float = 3.73e5
+    contention: bool = True
+    copy_engine_slowdown: float = 1.05
+    collective_sms: int = 20
+    op_us: Mapping[str, float] = field(default_factory=dict)
 
-    def kernel(self, nbytes: int) -> float:
-        """A device operation that touches `nbytes`."""
+    def kernel(self, nbytes: int, name: str = "") -> float:
+        """A device operation that touches `nbytes`; of compute also its name."""
+        if name in self.op_us:
+            return self.op_us[name]
         return round(self.kernel_us + nbytes / self.memory_bytes_per_us, 3)
 
     def transfer(self, nbytes: int) -> float:

@@ -9,17 +9,22 @@ A compute node's `run` acts at its start. A communication node may also have `fi
 its input early and writes its output late, so that a missing wait shows as stale or poisoned bytes, not only as a race.
 
 A device has so many SMs. A node that takes some waits until they are free; whoever takes them frees them at its end, or
-lets a later node do so (a kernel that spins until its peers come holds them over the meeting).
+lets a later node do so (a kernel that spins until its peers come holds them over the meeting). Meanwhile the rank's compute
+is slower: `sim.contention`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dbo.trace import Access, BufferInfo, Record, Trace
+from sim.contention import Crowd, Paced
 from sim.tasks import Scheduler, Task
+
+if TYPE_CHECKING:
+    from sim.cost import CostTable
 
 SMS_PER_DEVICE = 132
 
@@ -29,7 +34,7 @@ class Node:
 
     __slots__ = (
         "dependents", "done", "end_us", "finish", "members", "pending", "ready_us", "record", "run",
-        "takes_sms", "frees_sms", "waiters",
+        "takes_sms", "frees_sms", "waiters", "occupies", "vacates", "paced",
     )  # fmt: skip
 
     def __init__(self, record: Record, pending: int, ready_us: float) -> None:
@@ -45,13 +50,17 @@ class Node:
         self.members: dict[int, Node] | None = None
         self.takes_sms = 0
         self.frees_sms = 0
+        self.occupies: tuple[int, int] | None = None  # SMs and copy engines, from its start on
+        self.vacates: tuple[int, int] | None = None  # the same, at its end
+        self.paced: Paced | None = None
 
 
 class Engine:
     """Nodes, buffers, the trace and the clock of one simulated machine."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, cost: CostTable) -> None:
         self.trace = trace
+        self.cost = cost
         self.scheduler: Scheduler | None = None
         self.closed = False
         self.errors: dict[int, Exception] = {}
@@ -62,6 +71,7 @@ class Engine:
         self._unfinished: dict[int, Node] = {}
         self.free_sms: dict[int, int] = {}
         self.starved: dict[int, list[Node]] = {}
+        self.crowds: dict[int, Crowd] = {}
 
     # -- records of host tasks --------------------------------------------------------------------------------------
 
@@ -114,10 +124,14 @@ class Engine:
         held: bool = False,
         takes_sms: int = 0,
         frees_sms: int = 0,
+        reserves: bool = True,
+        copies: bool = False,
     ) -> Node:
         """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others.
 
-        It waits for `takes_sms` free SMs of its rank's device before it starts, and frees `frees_sms` at its end.
+        It waits for `takes_sms` free SMs of its rank's device before it starts, and frees `frees_sms` at its end; without
+        `reserves` it waits for none and keeps them from none, and only slows what computes beside it. `copies`: a copy
+        engine's work, which slows it too.
         """
         edges = [n.record.id for n in after]
         ready_us = 0.0
@@ -134,7 +148,13 @@ class Engine:
         node = Node(record, 0, ready_us)
         node.run = run
         node.finish = finish
-        node.takes_sms, node.frees_sms = takes_sms, frees_sms
+        if reserves:
+            node.takes_sms, node.frees_sms = takes_sms, frees_sms
+        if (takes_sms or frees_sms or copies) and self.cost.contention:
+            node.occupies = (takes_sms, int(copies)) if takes_sms or copies else None
+            node.vacates = (-frees_sms, -int(copies)) if frees_sms or copies else None
+            if rank not in self.crowds:
+                self.crowds[rank] = Crowd(self.cost, SMS_PER_DEVICE)
         depends = after if stream_tail is None else [*after, stream_tail]
         for other in depends:
             self.depend(node, other)
@@ -180,12 +200,19 @@ class Engine:
                 if node.run is not None:
                     self._act(node, node.run)
                     node.run = None
-                if node.finish is not None or node.frees_sms:  # SMs are free when it ends, not before
+                if self.crowds and self._runs_beside(node, at_us):
+                    continue
+                if node.finish is not None or node.frees_sms or node.vacates:  # SMs are free when it ends, not before
                     heapq.heappush(self._heap, (node.end_us, record.id, 1, node))
                     continue
-            elif node.finish is not None:
-                self._act(node, node.finish)
-                node.finish = None
+            else:
+                if node.paced is not None and node.end_us != at_us:  # where the end was before an exchange moved it
+                    continue
+                if node.vacates is not None:
+                    self._shift(record.rank, node.vacates, at_us)
+                if node.finish is not None:
+                    self._act(node, node.finish)
+                    node.finish = None
             self._complete(node)
         return ran
 
@@ -195,6 +222,26 @@ class Engine:
             act()
         except Exception as error:
             self.errors.setdefault(node.record.rank, error)
+
+    def _runs_beside(self, node: Node, at_us: float) -> bool:
+        """Whether `node` is compute of a rank that exchanges: then it is open until its end, which may move."""
+        record = node.record
+        if node.occupies is not None:
+            self._shift(record.rank, node.occupies, at_us)
+            return False
+        crowd = self.crowds.get(record.rank)
+        if crowd is None or record.kind != "op" or not record.dur_us:
+            return False
+        crowd.start(node, at_us)
+        if node.finish is None:  # it takes effect at its start
+            self.trace.records.append(record)
+        heapq.heappush(self._heap, (node.end_us, record.id, 1, node))
+        return True
+
+    def _shift(self, rank: int, by: tuple[int, int], at_us: float) -> None:
+        """An exchange of `rank` takes or gives back (SMs, copy engines)."""
+        for moved in self.crowds[rank].change(*by, at_us):
+            heapq.heappush(self._heap, (moved.end_us, moved.record.id, 1, moved))
 
     def _take_sms(self, node: Node) -> bool:
         """Take what the node needs, or let it wait for somebody to free some."""
@@ -219,7 +266,10 @@ class Engine:
         del self._unfinished[node.record.id]
         if node.members is not None:  # set once: a tuple that grows with each of R members costs R * R
             node.record.after = tuple(member.record.id for member in node.members.values())
-        self.trace.records.append(node.record)
+        if node.paced is not None:
+            self.crowds[node.record.rank].running.remove(node)
+        if node.paced is None or not node.paced.written:
+            self.trace.records.append(node.record)
         end_us = node.end_us
         if node.frees_sms:
             self._free_sms(node)
@@ -258,6 +308,8 @@ class Engine:
         """Forget nodes that will never run (after a failed step); their devices are idle then."""
         self.free_sms.clear()
         self.starved.clear()
+        for crowd in self.crowds.values():
+            crowd.reset()
         for node in nodes:
             node.done = True
             node.run = node.finish = None

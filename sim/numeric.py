@@ -45,7 +45,7 @@ class NumericDevice:
                 size *= n
             nbytes += size
         self.world.current_stream().launch(
-            "op", name, duration_us=self.world.cost.kernel(nbytes), reads=reads, writes=writes, run=run, src=src
+            "op", name, duration_us=self.world.cost.kernel(nbytes, name), reads=reads, writes=writes, run=run, src=src
         )
 
     def host_read(self, why: str, *, declared: bool) -> None:

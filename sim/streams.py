@@ -39,6 +39,7 @@ class SimStream:
         attrs: dict[str, Any] | None = None,
         takes_sms: int = 0,
         frees_sms: int = 0,
+        reserves: bool = True,
     ) -> Node:
         """Queue work here, for the calling task's point. During a capture the call is kept instead, and made at replays."""
         world, task = self.world, self.world.task()
@@ -51,6 +52,7 @@ class SimStream:
                 return self.launch(
                     kind, name, duration_us=duration_us, reads=reads, writes=writes, run=run, finish=finish,
                     after=after, src=src, attrs=dict(attrs or {}), takes_sms=takes_sms, frees_sms=frees_sms,
+                    reserves=reserves,
                 )  # fmt: skip
 
             world.capture.add(self, again)
@@ -75,6 +77,7 @@ class SimStream:
             stream_tail=self.tail,
             takes_sms=takes_sms,
             frees_sms=frees_sms,
+            reserves=reserves,
         )
         self.tail = node
         return node

@@ -75,7 +75,7 @@ def launch(
     result = Symbol(world, shape, itemsize=itemsize, name=name)
     read, written = _accesses(reads), _accesses((result, *writes))
     if duration_us is None:
-        duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]))
+        duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]), name)
     world.current_stream().launch("op", name, reads=read, writes=written, duration_us=duration_us, src=world.source())
     return result
 

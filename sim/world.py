@@ -61,7 +61,7 @@ class Cluster:
 
     def __init__(self, ranks: int, *, mode: str, vehicle: str, strategy: Strategy | None, cost: CostTable) -> None:
         self.trace = Trace(meta={"world": "sim", "ranks": ranks, "mode": mode, "complete": True})
-        self.engine = Engine(self.trace)
+        self.engine = Engine(self.trace, cost)
         self.scheduler = Scheduler(
             vehicle=vehicle, strategy=strategy, idle=self.engine.progress, on_deadlock=self._deadlock
         )

@@ -174,10 +174,10 @@ def _measured(bench: DCPBench, row: DCPRow, call: Callable[[], torch.Tensor], in
     row = replace(row, error=error, limit=LIMITS[bench.dtype])
     if not row.correct:
         return replace(row, note="wrong: not timed")
-    return replace(row, samples_ms=tuple(_sample_ms(call, bench.inner, device) for _ in range(bench.repeat)))
+    return replace(row, samples_ms=tuple(sample_ms(call, bench.inner, device) for _ in range(bench.repeat)))
 
 
-def _sample_ms(call: Callable[[], object], inner: int, device: str) -> float:
+def sample_ms(call: Callable[[], object], inner: int, device: str) -> float:
     """Mean time of `inner` exchanges on the slowest rank."""
     dist.barrier()
     if device == "cpu":
@@ -211,4 +211,4 @@ def _bare_ms(bench: DCPBench, rows: int, group: Group, device: str) -> float:
         dist.all_to_all_single(recv, send, group=group.device_group)
 
     bare()
-    return min(_sample_ms(bare, bench.inner, device) for _ in range(bench.repeat))
+    return min(sample_ms(bare, bench.inner, device) for _ in range(bench.repeat))

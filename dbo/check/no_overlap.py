@@ -112,6 +112,7 @@ def _waited_for(record: Record, producer: Record, happens: HappensBefore) -> Rec
     Followed through the producer's event, or one that `record`'s own point captured: what the queue of its own stream
     imposes, or of the other one on another point without work, is the schedule's doing.
     """
+    queues = _queues(record, happens)
     current = record
     while True:
         before = happens.previous_on_line(current.id)
@@ -125,7 +126,7 @@ def _waited_for(record: Record, producer: Record, happens: HappensBefore) -> Rec
             return None
         if current.kind not in _MARKERS:
             break
-        if current.line == record.line:
+        if current.line in queues:
             if current.ubatch != record.ubatch:
                 return None
         elif current.ubatch == record.ubatch and current.point not in ("", producer.point, record.point):
@@ -133,6 +134,13 @@ def _waited_for(record: Record, producer: Record, happens: HappensBefore) -> Rec
     other_side = current.on_device and _travels(current) is not _travels(record)
     is_foreign = other_side and current.ubatch >= 0 and current.ubatch != record.ubatch
     return current if is_foreign and not any_overlap(record.reads, current.writes) else None
+
+
+def _queues(record: Record, happens: HappensBefore) -> set[str]:
+    """The lines in whose order `record` stands: a transfer on line "net" is in that of the stream that it was queued on."""
+    if record.line != "net":
+        return {record.line}
+    return {record.line, *(r.line for id in record.after if (r := happens.record(id)).on_device)}
 
 
 def _is_held_up(record: Record, happens: HappensBefore) -> bool:

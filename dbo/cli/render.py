@@ -49,14 +49,23 @@ def text(result: CheckResult, *, colour: bool = False) -> str:
 
 
 def fault_list(faults: Sequence[FaultInfo]) -> str:
-    """One fault a line: its name, what it does, the backends it applies to."""
+    """One fault a line: its name, what it does, the backends and the DCP exchanges that it applies to."""
     width = max((len(fault.name) for fault in faults), default=0)
-    return "\n".join(f"{f.name:<{width}}  {f.sentence} [{', '.join(f.backends) or 'every backend'}]" for f in faults)
+    return "\n".join(f"{f.name:<{width}}  {f.sentence} [{_where(f)}]" for f in faults)
+
+
+def _where(fault: FaultInfo) -> str:
+    if fault.exchanges:
+        return f"DCP groups by {', '.join(fault.exchanges)}"
+    return ", ".join(fault.backends) or "every backend"
 
 
 def faults_json(faults: Sequence[FaultInfo]) -> list[dict[str, Any]]:
     """`--inject list --json`: the same as objects."""
-    return [{"name": f.name, "sentence": f.sentence, "backends": list(f.backends)} for f in faults]
+    return [
+        {"name": f.name, "sentence": f.sentence, "backends": list(f.backends), "exchanges": list(f.exchanges)}
+        for f in faults
+    ]
 
 
 def _heading(result: CheckResult) -> str:

@@ -49,11 +49,8 @@ def read_trace(path: str | Path) -> Trace:
     except ValueError as error:
         raise UsageError(refusal("a trace file is JSON", "write it again", path=path, why=error)) from error
     if not isinstance(data, dict) or not isinstance(data.get("dbo"), dict):
-        raise UsageError(
-            refusal(
-                "a trace file has the key dbo", "write it with dbo, other traces are read by dbo explain", path=path
-            )
-        )
+        rule = "a trace file has the key dbo, or is a profile of torch.profiler"
+        raise UsageError(refusal(rule, "write it with dbo check --trace", path=path))
     try:
         return Trace.from_json(data["dbo"])
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -7,7 +7,7 @@ its launch lies in. No torch: a profile is a JSON file with Chrome's events.
     kernels, copies          lines compute, comm, side by stream        kind op; those that move bytes between ranks: exchange
     waits between streams    edges, where the profile has them (`enable_cuda_sync_events`)
 
-Ubatches must be threads: greenlets share one, and their ranges would not nest. A profile without a device is one of CPU
+Ubatches must be threads: greenlets share one, and their ranges do not nest. A profile without a device is one of CPU
 tensors: the outermost operations of each thread are the work then.
 """
 
@@ -16,10 +16,12 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ _BETWEEN_RANKS = re.compile(
     re.IGNORECASE,
 )
 """Names of what moves bytes between ranks."""
+
+CLOCK_SLACK_US = 1.0
+"""Ends and beginnings of ranges are told to this precision."""
 
 _COMPUTES = frozenset(("A0", "A1", "MLP"))
 _EXCHANGES = frozenset(("D.send", "D.recv", "C.send", "C.recv", "copy"))
@@ -105,7 +110,8 @@ def read_profile(paths: Sequence[str | Path]) -> Trace:
     """One trace of the profiles of one run, one file a rank (`.json` or `.json.gz`).
 
     Raises:
-        UsageError: a file cannot be read, is no profile, or names no points; two files are of one rank.
+        UsageError: a file cannot be read, is no profile, or names no points; two files are of one rank, or ubatches
+            shared a thread.
     """
     files = [_File(Path(path)) for path in paths]
     ranks = [file.rank for file in files]
@@ -168,6 +174,14 @@ class _Thread:
         for _, _, item in self.ranges:
             item.line = "main" if ubatch < 0 else f"u{ubatch}"
 
+    @property
+    def is_shared(self) -> bool:
+        """Ranges of several ubatches are open at once: they share this thread."""
+        return any(
+            following < end - CLOCK_SLACK_US and item.place != other.place
+            for (_, end, item), (following, _, other) in pairwise(self.ranges)
+        )
+
     def at(self, t_us: float) -> _Item | None:
         """The range around `t_us`. A thread opens one when it has closed the one before."""
         last = bisect_right(self._starts, t_us) - 1
@@ -208,6 +222,9 @@ class _File:
                 self._threads[event["tid"]].ranges.append((item.t_us, item.t_us + item.dur_us, item))
         for thread in self._threads.values():
             thread.close()
+            if thread.is_shared:
+                rule = "each ubatch of a profiled run has a thread of its own, or nobody can tell whose work is whose"
+                raise UsageError(refusal(rule, 'launch it with vehicle="thread"', path=self.path))
 
     def _add(
         self, event: Event, *, line: str, kind: str, name: str, place: Place | None, issued_us: float | None = None
@@ -319,11 +336,12 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = _json(path)
     except OSError as error:
-        raise UsageError(
-            refusal("a profile can be read", "name an existing file", path=path, why=error.strerror)
-        ) from error
-    except ValueError as error:
+        why = error.strerror or error
+        raise UsageError(refusal("a profile can be read", "name an existing file", path=path, why=why)) from error
+    except (ValueError, EOFError, zlib.error) as error:  # the latter two: a packed file that is damaged
         raise UsageError(refusal("a profile is JSON", "export it again", path=path, why=error)) from error
+    if isinstance(data, dict) and "dbo" in data:
+        raise UsageError(refusal("a trace of this project has all ranks", "name this file alone", path=path))
     if not is_profile(data):
         rule = "a profile has Chrome's events"
         raise UsageError(refusal(rule, "export it with torch.profiler's export_chrome_trace", path=path))

@@ -11,6 +11,11 @@ is needed anyway.
 Receive regions belong to a *channel*, a ubatch and a half of the layer. Within a channel no barrier is needed: a peer sends
 into a region again only after it has received what this rank sent *after* reading the region (a dispatch is answered by its
 combine, a combine by the next dispatch). Between the ubatches nothing of that kind holds, hence a region each.
+
+That covers what has arrived. A rank's own rows, made where they belong, are read for longer: by the shared experts, while
+combine is under way. The peers' next rows lie elsewhere as long as everybody sends as many as before; with other sizes
+they may come to lie there. So who changes the sizes of a ubatch lets all ranks end the last step first. The runner does: a
+rank waits for its device before it says what it has for the next step, unless nobody wants its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ from dbo.contract import World
 from dbo.forward_context import get_forward_context
 from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, PartialSums, Receiver
-from dbo.ubatch import dbo_current_ubatch_id
 
 Channel = tuple[int, str]
 Table = Sequence[Sequence[int]]
@@ -47,7 +51,8 @@ class SymmetricCopies(Protocol):
 
     def own_rows(self, like: Any, table: Table, *, channel: Channel) -> Any | None:
         """Where this rank's own rows belong in the arrival of `send(…, to_all=True)`, for whoever makes them: an
-        uninitialised array of the first one's shape and dtype. Rows that are made there are not copied. None: anywhere."""
+        uninitialised array of `like`'s shape and dtype. Rows that are made there are not copied, and stay until some rank
+        sends in this channel by another table. None: anywhere."""
 
     def exchange_counts(self, counts: Any, *, channel: Channel) -> Table:
         """Tell the peers `counts` `[R]` int32, wait **on the host** for theirs."""
@@ -109,11 +114,11 @@ class SymmCopyPrepareAndFinalize:
         """Where the layer may write what it will dispatch, of `like`'s shape and dtype, to save a copy; None: anywhere."""
         if not self.worst_case:
             return None
-        return self.copies.own_rows(like, self._all_rows(), channel=(dbo_current_ubatch_id(), "dispatch"))
+        return self.copies.own_rows(like, self._all_rows(), channel=(_ubatch(), "dispatch"))
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         self._streams.used_here(a1, topk_weights, topk_ids)
-        channel = dbo_current_ubatch_id(), "dispatch"
+        channel = _ubatch(), "dispatch"
         if self.worst_case:
             table = self._all_rows()
             routing, places = self.ops.route(topk_weights, topk_ids, self.ranks, self.local_experts)
@@ -137,7 +142,7 @@ class SymmCopyPrepareAndFinalize:
 
     def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         self._streams.used_here(expert_out)
-        ubatch = dbo_current_ubatch_id()
+        ubatch = _ubatch()
         table, places = self._sent.pop(ubatch)
         back = [list(column) for column in zip(*table, strict=True)]
         arrival = self.copies.send((expert_out,), back, channel=(ubatch, "combine"))
@@ -155,3 +160,8 @@ class SymmCopyPrepareAndFinalize:
 
     def copy_out(self, combined: Any) -> Any:
         return combined  # the sum is made where it is used, and then belongs to nobody else
+
+
+def _ubatch() -> int:
+    """Whose channel it is; also where the ubatches of a step run one after another: their sizes may differ."""
+    return get_forward_context().ubatch

@@ -186,9 +186,9 @@ class DeepEPHighThroughput:
         return self.buffer.get_dispatch_layout(topk_idx, num_experts, **options)
 
     def dispatch(self, x: torch.Tensor, **options: Any) -> Any:
-        with self._exchanges.exchange("dispatch", {"shape": [int(x.shape[-1])], "dtype": str(x.dtype)}):
+        with self._exchanges.of_rows("dispatch", x):
             return self.buffer.dispatch(x, **options)
 
     def combine(self, x: torch.Tensor, handle: Any, **options: Any) -> Any:
-        with self._exchanges.exchange("combine", {"shape": [int(x.shape[-1])], "dtype": str(x.dtype)}):
+        with self._exchanges.of_rows("combine", x):
             return self.buffer.combine(x, handle, **options)

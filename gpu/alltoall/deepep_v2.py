@@ -80,10 +80,10 @@ class DeepEPElastic:
 
     def dispatch(self, x: torch.Tensor, *, topk_idx: torch.Tensor, num_max_tokens_per_rank: int, **options: Any) -> Any:
         buffer = self.buffer_for(num_max_tokens_per_rank, x.shape[1], topk_idx.shape[1])
-        with self._exchanges.exchange("dispatch", {"shape": [int(x.shape[-1])], "dtype": str(x.dtype)}):
+        with self._exchanges.of_rows("dispatch", x):
             return buffer.dispatch(x, topk_idx=topk_idx, num_max_tokens_per_rank=num_max_tokens_per_rank, **options)
 
     def combine(self, x: torch.Tensor, handle: Any, **options: Any) -> Any:
         buffer, _ = _KEPT[NAME]
-        with self._exchanges.exchange("combine", {"shape": [int(x.shape[-1])], "dtype": str(x.dtype)}):
+        with self._exchanges.of_rows("combine", x):
             return buffer.combine(x, handle, **options)

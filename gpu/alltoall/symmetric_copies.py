@@ -168,11 +168,13 @@ class DeviceCopies:
     def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
         layout = Layout(ranks=self.world.size, ubatches=ubatches, rows=rows, row_bytes=tuple(row_bytes))
         kept = next((memory for memory in _KEPT if memory.layout.covers(layout)), None)
-        if kept is None:
-            regions = shared_regions(layout.total_bytes, self.process_group, self.control)
-            kept = Memory(layout=layout, regions=regions)
-            _KEPT.append(kept)
-        self._memory = kept
+        if kept is not None:
+            self._memory = kept
+            self.restart()  # whoever had it before may have failed
+            return
+        regions = shared_regions(layout.total_bytes, self.process_group, self.control)
+        self._memory = Memory(layout=layout, regions=regions)
+        _KEPT.append(self._memory)
 
     @property
     def memory(self) -> Memory:
@@ -187,7 +189,7 @@ class DeviceCopies:
         return self._memory
 
     def restart(self) -> None:
-        """After a failed step: no flag is up. Every rank calls it; it returns when all have done so."""
+        """After a failed step: nothing is under way, no flag is up. Every rank calls it; it returns when all have done so."""
         if self._memory is not None:
             torch.cuda.synchronize()
             dist.barrier(self.control)  # nobody's copies are under way any more

@@ -126,7 +126,7 @@ class SymmetricMemory:
             finish=lambda: self.fabric.held(peer, channel).__setitem__(rank, taken[0]), src=world.source(),
             attrs={"call": call, "op": channel[1], "dst": peer, "sms": 0,
                    "tags": {str(region): [*map(str, channel), call]}},
-            stream_tail=world.net_tail,
+            stream_tail=world.net_tail, copies=True,
         )  # fmt: skip
         world.net_tail = node
         return node

@@ -82,27 +82,27 @@ class SimDirect:
             for peer in self.peers_to_push(others)
         ]
         flags = self.fabric.flags(rank, ubatch, self.wanted_epoch(epoch), self._sources(rank))
-        stream, region = world.current_stream(), self.fabric.region(rank, ubatch, parity)
+        stream = world.current_stream()
         stream.launch("wait", "flags", after=(flags, *pushed), src=world.source(), attrs={"event": f"direct#{epoch}"})
-        slabs = tuple(Access.interval(region, s * SLAB_BYTES, (s + 1) * SLAB_BYTES) for s in others)
+        slabs = [self.fabric.slab(rank, ubatch, parity, source) for source in others]
         stream.launch(
-            "op", "dcp.direct.merge", duration_us=world.cost.kernel(nbytes), reads=(*reads, *slabs), writes=(write,),
-            run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)), src=world.source(),
-            attrs={"expects": {str(region): [ubatch, epoch]}},
+            "op", "dcp.direct.merge", duration_us=world.cost.kernel(nbytes), reads=(*reads, *map(_whole, slabs)),
+            writes=(write,), run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)), src=world.source(),
+            attrs={"expects": {str(slab): [ubatch, epoch] for slab in slabs}},
         )  # fmt: skip
 
     def _push(self, call: Any, reads: tuple[Access, ...], nbytes: int, ubatch: int, epoch: int, peer: int) -> Node:
         world, rank, taken = self.world, self.world.rank, list[Any]()
         parity = self.parity_to_push(epoch)
         stream, task = world.current_stream(), world.task()
-        region = self.fabric.region(peer, ubatch, parity)
+        slab = self.fabric.slab(peer, ubatch, parity, rank)
         node = world.engine.node(
             rank=rank, line="net", kind="transfer", name="dcp.direct.push", tags=task.tags, issued_by=task,
             after=() if stream.tail is None else (stream.tail,), duration_us=world.cost.transfer(nbytes), reads=reads,
-            writes=(Access.interval(region, rank * SLAB_BYTES, (rank + 1) * SLAB_BYTES),),
+            writes=(_whole(slab),),
             run=lambda: taken.append(call.chunk(peer)),
             finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]), src=world.source(),
-            attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(region): [ubatch, epoch]}},
+            attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(slab): [ubatch, epoch]}},
             stream_tail=world.net_tail,
         )  # fmt: skip
         world.net_tail = node
@@ -111,3 +111,7 @@ class SimDirect:
 
     def _sources(self, rank: int) -> list[int]:
         return [member for member in self.members if member != rank]
+
+
+def _whole(slab: int) -> Access:
+    return Access.interval(slab, 0, SLAB_BYTES)

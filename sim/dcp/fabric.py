@@ -1,4 +1,4 @@
-"""What all ranks share of the direct path: regions with two parities, what lies in them, and flags.
+"""What all ranks share of the direct path: regions with two parities, what lies in their slabs, and flags.
 
 A flag belongs to a source, a receiver, a ubatch and an epoch: it is up when the transfer that it announces has ended.
 """
@@ -11,29 +11,32 @@ if TYPE_CHECKING:
     from sim.engine import Node
     from sim.world import Cluster
 
-# A slab for each source rank. Only its place matters for ordering, not its size.
+# Of any size: what matters for ordering is which slab it is.
 SLAB_BYTES = 1024
 
 
 class DirectFabric:
-    """Regions by (rank, ubatch, parity), flags by (rank, ubatch, epoch)."""
+    """Slabs by (rank, ubatch, parity, source), flags by (rank, ubatch, epoch).
+
+    A slab is a buffer of its own, so that each carries the tag of what its source pushed last.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._regions: dict[tuple[int, int, int], int] = {}
+        self._slabs: dict[tuple[int, int, int, int], int] = {}
         self._held: dict[tuple[int, int, int], dict[int, Any]] = {}
         self._flags: dict[tuple[int, int, int, int], Node] = {}
 
-    def region(self, rank: int, ubatch: int, parity: int) -> int:
-        """The buffer of `rank` that its peers push to, one slab a source rank."""
-        key = rank, ubatch, parity
-        if key not in self._regions:
-            nbytes = SLAB_BYTES * self._cluster.size
-            self._regions[key] = self._cluster.engine.new_buffer(rank, f"dcp.direct.u{ubatch}.{parity}", nbytes)
-        return self._regions[key]
+    def slab(self, rank: int, ubatch: int, parity: int, source: int) -> int:
+        """The buffer of `rank` that its peer `source` pushes to."""
+        key = rank, ubatch, parity, source
+        if key not in self._slabs:
+            name = f"dcp.direct.u{ubatch}.{parity}.from{source}"
+            self._slabs[key] = self._cluster.engine.new_buffer(rank, name, SLAB_BYTES)
+        return self._slabs[key]
 
     def held(self, rank: int, ubatch: int, parity: int) -> dict[int, Any]:
-        """What lies in that region, by source rank."""
+        """What lies in that region of `rank`, by source rank."""
         return self._held.setdefault((rank, ubatch, parity), {})
 
     def flags(self, rank: int, ubatch: int, epoch: int, sources: list[int]) -> Node:

@@ -35,7 +35,7 @@ class SimDCPGroup:
     def __init__(self, world: SimWorld, size: int, moving: Any) -> None:
         replica, self.rank, self.members = place_in_groups(world.rank, size)
         self.world_size = size
-        self._world = world
+        self.world = world
         self._moving = moving
         self._group = SimGroup(world, f"dcp{replica}", members=self.members)
         world.restarted.append(self._group.restart)
@@ -60,7 +60,7 @@ class SimDCPGroup:
         self._meet("all_reduce", output, input, self._moving.all_reduce(output, input), share)
 
     def _meet(self, op: str, output: Any, input: Any, mover: Mover, share: float) -> None:
-        tensors = self._world.tensors
+        tensors = self.world.tensors
         nbytes = tensors.itemsize(input)
         for n in input.shape:
             nbytes *= int(n)
@@ -70,7 +70,7 @@ class SimDCPGroup:
             value=mover,
             reads=(tensors.access(input),),
             writes=(tensors.access(output),),
-            duration_us=self._world.cost.collective(int(nbytes * share)),
+            duration_us=self.world.cost.collective(int(nbytes * share)),
             connect=self._connect,
         )
 

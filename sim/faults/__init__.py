@@ -5,12 +5,14 @@ streams    waits, events, receives read early
 agreement  decisions, coordination, padding, configuration
 data       metadata, padding rows, buffers, order of exchanges
 backends   waits around exchanges, captured events, signals, regions, lifetimes
+dcp        a DCP group: exchanges, signals, regions, lengths, weights of the merge
 """
 
-from sim.faults import agreement, backends, data, ring, streams
+from sim.faults import agreement, backends, data, dcp, ring, streams
 from sim.faults.fault import Fault, Site
 
-CATALOGUE: tuple[Fault, ...] = (*ring.FAULTS, *streams.FAULTS, *agreement.FAULTS, *data.FAULTS, *backends.FAULTS)
+_KINDS = (ring, streams, agreement, data, backends, dcp)
+CATALOGUE: tuple[Fault, ...] = tuple(fault for kind in _KINDS for fault in kind.FAULTS)
 
 
 def catalogue() -> tuple[Fault, ...]:

@@ -7,7 +7,7 @@ effect at all is a question about the clean run, and its answer never depends on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from dbo.trace import Record, Trace
@@ -37,28 +37,50 @@ class CleanRun:
 
     @cached_property
     def split_slices(self) -> list[Record]:
-        """The `slices` record of every rank and split step."""
-        return [r for r in self.trace.of_kind("slices") if len(r.attrs["ubatches"]) > 1]
+        """The `slices` record of every rank and split step; what is captured has them too, and nobody decided it."""
+        return [r for r in self.trace.of_kind("slices") if len(r.attrs["ubatches"]) > 1 and r.step >= 0]
 
     @cached_property
     def steps(self) -> int:
         """Steps that every rank coordinated, the last, idle one included."""
         return 1 + max((record.step for _, record in self.decisions), default=-1)
 
+    @cached_property
+    def replayed(self) -> frozenset[tuple[int, int]]:
+        """(rank, step) of the steps that ran from a graph: they launch what was captured, and no thread runs."""
+        return frozenset((r.rank, r.step) for r in self.trace.of_kind("replay"))
+
+    @cached_property
+    def eager_lines(self) -> dict[tuple[int, int, int], list[Record]]:
+        """As `lines`, of the steps whose ubatches ran themselves: neither from a graph nor for a capture."""
+        return {key: line for key, line in self.lines.items() if key[1] >= 0 and key[:2] not in self.replayed}
+
+    @cached_property
+    def captures_ubatches(self) -> bool:
+        """Some graph of a split step was captured; what a capture forbids ends the run there."""
+        return any(record.step < 0 for record in self.trace.of_kind("ubatch.enter"))
+
     def yields(self, rank: int, ubatch: int) -> int:
-        """How often a ubatch of a rank yielded, over all steps."""
-        exits = (r for r in self.trace.of_kind("ubatch.exit") if (r.rank, r.ubatch) == (rank, ubatch))
-        return sum(int(r.attrs["yields"]) for r in exits)
+        """How often a ubatch of a rank yielded, over all steps and captures."""
+        return sum(int(r.attrs["yields"]) for r in self._exits(rank, ubatch))
+
+    def yields_in_captures(self, rank: int, ubatch: int) -> int:
+        """How many of them were in the capture phase, so before all others."""
+        return sum(int(r.attrs["yields"]) for r in self._exits(rank, ubatch) if r.step < 0)
+
+    def _exits(self, rank: int, ubatch: int) -> list[Record]:
+        return [r for r in self.trace.of_kind("ubatch.exit") if (r.rank, r.ubatch) == (rank, ubatch)]
 
     def carried_hooks(self, rank: int, holder: int) -> list[Record]:
-        """The `hook.run` records of hooks that another ubatch left with `holder`, in order."""
+        """The `hook.run` records of hooks that another ubatch left with `holder`, in order, in captures too."""
         runs = (r for r in self.trace.of_kind("hook.run") if r.rank == rank and r.attrs["runner"] == holder)
         return sorted((r for r in runs if r.attrs["owner"] != holder), key=lambda r: r.id)
 
-    def exchanges(self, rank: int) -> list[Record]:
-        """The device collectives of a rank, in order of issue."""
+    def exchanges(self, rank: int, group: str = "ep") -> list[Record]:
+        """The device collectives that a rank itself launches in its group of this kind, in order; replays do not count."""
         found = (r for r in self.trace.of_kind("collective") if r.rank == rank and r.on_device)
-        return sorted(found, key=lambda r: r.id)
+        mine = (r for r in found if r.attrs["group"].startswith(group) and (rank, r.step) not in self.replayed)
+        return sorted(mine, key=lambda r: r.id)
 
     def ubatches(self) -> Iterator[tuple[int, int]]:
         """(rank, ubatch) of every ubatch that ran in some split step."""
@@ -81,12 +103,19 @@ def every_ubatch(run: CleanRun) -> Iterator[Site]:
 
 
 def every_yield(run: CleanRun) -> Iterator[Site]:
-    """Any yield of any ubatch."""
+    """Any yield of any ubatch in a step."""
     for rank, ubatch in run.ubatches():
-        yield from (Site(rank=rank, ubatch=ubatch, at=at) for at in range(run.yields(rank, ubatch)))
+        places = range(run.yields_in_captures(rank, ubatch), run.yields(rank, ubatch))
+        yield from (Site(rank=rank, ubatch=ubatch, at=at) for at in places)
 
 
 def every_hook(run: CleanRun) -> Iterator[Site]:
-    """Any hook that a ubatch runs for another one."""
+    """Any hook that a ubatch runs for another one in a step."""
     for rank, ubatch in run.ubatches():
-        yield from (Site(rank=rank, ubatch=ubatch, at=at) for at in range(len(run.carried_hooks(rank, ubatch))))
+        hooks = enumerate(run.carried_hooks(rank, ubatch))
+        yield from (Site(rank=rank, ubatch=ubatch, at=at) for at, hook in hooks if hook.step >= 0)
+
+
+def outside_captures(sites: Callable[[CleanRun], Iterator[Site]]) -> Callable[[CleanRun], Iterator[Site]]:
+    """The sites of runs that capture no split step: a capture refuses what these faults leave unjoined."""
+    return lambda run: iter(()) if run.captures_ubatches else sites(run)

@@ -40,6 +40,7 @@ class Fault:
         id: the fault class that a detector must report.
         plant: (program, site) -> the program with the fault.
         backends: where it applies; empty: everywhere.
+        exchanges: it breaks a DCP group that uses one of these; empty: it needs no group.
         everywhere: it is planted on every rank, not on `site.rank` only.
         split: it needs a step that is split (so DBO on).
         defaults: of the site, where they differ.
@@ -58,6 +59,7 @@ class Fault:
     needs: str
     sites: Callable[[CleanRun], Iterator[Site]]
     backends: tuple[str, ...] = ()
+    exchanges: tuple[str, ...] = ()
     everywhere: bool = False
     split: bool = True
     numeric: bool = False
@@ -117,6 +119,14 @@ class Fault:
                     all2all_backend=config.all2all_backend,
                 )
             )
+        if self.exchanges and config.decode_context_parallel_size < 2:
+            rule = f"--inject {self.name} breaks a DCP group"
+            fix = f"pass --decode-context-parallel-size 2 --dcp-comm-backend {self.exchanges[0]}"
+            raise UsageError(refusal(rule, fix, decode_context_parallel_size=config.decode_context_parallel_size))
+        if self.exchanges and config.dcp_comm_backend not in self.exchanges:
+            rule = f"--inject {self.name} breaks something that only {' and '.join(self.exchanges)} has"
+            fix = f"pass --dcp-comm-backend {self.exchanges[0]}"
+            raise UsageError(refusal(rule, fix, dcp_comm_backend=config.dcp_comm_backend))
         if self.split and not config.enable_dbo:
             rule = f"--inject {self.name} needs a step that is split"
             raise UsageError(refusal(rule, "pass --enable-dbo", enable_dbo=config.enable_dbo))

@@ -116,6 +116,8 @@ def hooks_that_can_be_late(run: CleanRun) -> Iterator[Site]:
     receives = {hook.runs[0].id: hook.receives for hook in hooks_of(run.trace) if hook.runs}
     for rank, holder in run.ubatches():
         for at, hook in enumerate(run.carried_hooks(rank, holder)):
+            if hook.step < 0:
+                continue
             mine = [r for r in run.lines[rank, hook.step, holder] if r.id > hook.id and r.line == f"u{holder}"]
             away = next((r.id for r in mine if r.kind == "yield"), None)
             back = next((r.id for r in mine if r.kind == "resume"), None)

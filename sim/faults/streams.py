@@ -92,7 +92,7 @@ def events_that_can_be_late(run: CleanRun) -> Iterator[Site]:
     on the compute stream has ended.
     """
     for rank, ubatch in run.ubatches():
-        steps = [step for r, step, u in run.lines if (r, u) == (rank, ubatch)]
+        steps = [step for r, step, u in run.eager_lines if (r, u) == (rank, ubatch)]
         if any(_gains_from_an_early_event(run, rank, step, ubatch) for step in steps):
             yield Site(rank=rank, ubatch=ubatch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import subprocess
@@ -22,11 +23,13 @@ from dbo.bench.moe_figures import LONG, VARIANTS  # noqa: E402
 from dbo.bench.moe_shapes import SHAPES  # noqa: E402
 from dbo.bench.moe_table import Measured  # noqa: E402
 from dbo.errors import CaptureError, DBOError  # noqa: E402
+from dbo.model.deepseek_v2 import DecoderLayer  # noqa: E402
 from dbo.moe.interface import summed  # noqa: E402
 from dbo.rank import make_prepare_finalize  # noqa: E402
 from dbo.schedule import load_schedule  # noqa: E402
 from dbo.ubatch import dbo_current_ubatch_id  # noqa: E402
 from dbo.wrapper import UBatchWrapper  # noqa: E402
+from gpu import bench_moe_works as works  # noqa: E402
 from gpu.bench_moe import MoEProgram  # noqa: E402
 from gpu.bench_moe_batch import Batch, draw_experts, lengths_of, plan_of  # noqa: E402
 from gpu.bench_moe_stack import Layers, Runs, comm_sms  # noqa: E402
@@ -170,6 +173,25 @@ def test_what_has_no_time_left_is_named() -> None:
     assert measured.rows == [] and measured.skipped == ["tiny 32 eager: the budget is spent"]
 
 
+@dataclass(frozen=True)
+class Afterwards:
+    """How many layers are still alive when the benchmark is done with them."""
+
+    def __call__(self, world: Any) -> int:
+        bench = replace(BENCH, backends=("symm_copy",), steady=False, repeat=1)
+        program = MoEProgram(bench=bench, deadline=time.time() + 60, measured=Measured(machine=[]))
+        with torch.inference_mode():
+            rank = gpu.bench_moe._Rank(world, program)
+            rank.run()
+        assert len(rank.measured.rows) == 1
+        gc.collect()
+        return sum(isinstance(found, DecoderLayer) for found in gc.get_objects())
+
+
+def test_a_batch_gives_its_memory_back() -> None:
+    assert values_of(Afterwards()) == [0, 0]
+
+
 def test_requests_are_prompts_or_decodes() -> None:
     assert lengths_of(40, prompt_tokens=16, context_tokens=9) == ([16, 16, 8], [16, 16, 8])
     assert lengths_of(3, prompt_tokens=16, context_tokens=9) == ([1, 1, 1], [9, 9, 9])
@@ -232,6 +254,32 @@ def test_what_cannot_be_captured_is_named_and_the_rest_is_timed() -> None:
     ]
     assert {r.note for r in rows} == {"", "not captured: CaptureError: a stream was left unjoined"}
     assert all(r.correct for r in rows)
+
+
+class Passes:
+    """As much of `Runs` as `prepare` asks for: what runs, and when all ranks meet, in `log`."""
+
+    name, backend, world = "symm_copy", None, None
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def run(*args: Any) -> torch.Tensor:
+            self.log.append(name)
+            return torch.ones(2, 2)
+
+        return run
+
+
+def test_no_pass_begins_while_a_peer_is_in_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of other sizes write where a peer may still read; nothing else keeps the ranks together there."""
+    runs = Passes()
+    monkeypatch.setattr(works, "meet", lambda world: runs.log.append("meet"))
+    monkeypatch.setattr(works, "_agree", lambda world, found: None)
+    found, _ = works.prepare(BENCH, runs, "eager", None)  # type: ignore[arg-type]
+    assert runs.log[::2] == ["meet"] * (len(runs.log) // 2) and "meet" not in runs.log[1::2]
+    assert runs.log[1:8:2] == ["record", "no_dbo", "no_dbo", "serial"] and len(runs.log) == 2 * (4 + len(found.calls))
 
 
 class Library:

@@ -23,6 +23,7 @@ from tests.sim.job_harness import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("deepep_low_latency", "nccl")
+DCP = ("--decode-context-parallel-size", "2")
 # A model that every backend takes (hidden 2048); without numbers its size costs nothing.
 CONFIG = SMALL | {"hidden_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 4096}
 
@@ -299,14 +300,18 @@ def test_a_trace_file_in_a_folder_that_does_not_exist(folder: Path, tmp_path: Pa
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
-# Storage that is freed too early shows only where storages are freed: in a run with numbers.
-NUMBERS_ONLY = {"unrecorded-stream"}
+# Storage that is freed too early shows only where storages are freed, and weights where there are values.
 APPLIES = [
     (fault, backend)
     for fault in CATALOGUE
     for backend in BACKENDS
-    if backend in (fault.backends or BACKENDS) and fault.name not in NUMBERS_ONLY
+    if backend in (fault.backends or BACKENDS) and not fault.numeric
 ]
+
+
+def group_for(fault: Fault) -> tuple[object, ...]:
+    """The flags of a DCP group that the fault breaks."""
+    return (*DCP, "--dcp-comm-backend", fault.exchanges[0]) if fault.exchanges else ()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -317,11 +322,12 @@ def test_without_a_fault_the_run_is_proved(dbo: Dbo, folder: Path, backend: str)
 
 @pytest.mark.parametrize(("fault", "backend"), APPLIES, ids=[f"{f.name}-{b}" for f, b in APPLIES])
 def test_a_fault_is_found_by_its_id_and_names_the_culprit(dbo: Dbo, folder: Path, fault: Fault, backend: str) -> None:
-    answer = dbo("--model", folder, "--mode", "ordering", "--all2all-backend", backend, "--inject", fault.name)
+    where = ("--model", folder, "--mode", "ordering", "--all2all-backend", backend, *group_for(fault))
+    answer = dbo(*where, "--inject", fault.name)
     data = answer.data
-    assert (answer.exit, data["verdict"], data["verdict_text"]) == (1, "violated", f"violated({fault.id})")
     first = data["violations"][0]
-    assert first["id"] == fault.id
+    assert (answer.exit, data["verdict"], data["verdict_text"]) == (1, "violated", f"violated({first['id']})")
+    assert first["id"] in (fault.id, *fault.also)
     assert 0 <= first["rank"] < data["ranks"]
     assert f"--inject {fault.name}" in first["replay"]
 
@@ -330,7 +336,7 @@ def test_the_list_names_every_fault_first_and_its_backends(dbo: Dbo) -> None:
     lines = dbo("--inject", "list", json=False).out.splitlines()
     assert [line.split()[0] for line in lines] == [fault.name for fault in CATALOGUE]
     for line, fault in zip(lines, CATALOGUE, strict=True):
-        assert fault.sentence in line and all(b in line for b in fault.backends)
+        assert fault.sentence in line and all(b in line for b in (*fault.backends, *fault.exchanges))
     listed = dbo("--inject", "list").data["faults"]
     assert [(f["name"], tuple(f["backends"])) for f in listed] == [(f.name, tuple(f.backends)) for f in CATALOGUE]
 
@@ -357,6 +363,12 @@ def test_a_fault_of_another_backend_says_which_backend_it_needs(
         (("--inject", "raise:colour=red"), ("rank=…", "part=colour=red")),
         (("--inject", "raise:at=x"), ("part=at=x",)),
         (("--inject", "whole-metadata:field=causal"), ("field=causal", "seq_lens")),
+        (("--inject", "dcp-late-exchange"), ("pass --decode-context-parallel-size 2 --dcp-comm-backend a2a",)),
+        (
+            ("--inject", "dcp-missing-signal", *DCP, "--dcp-comm-backend", "a2a"),
+            ("pass --dcp-comm-backend a2a_direct", "dcp_comm_backend=a2a"),
+        ),
+        (("--inject", "dcp-late-exchange:at=9999", *DCP), ("a sum of the group follows", "plant it elsewhere")),
     ],
 )
 def test_an_inject_that_does_not_apply_says_what_would_make_it_apply(

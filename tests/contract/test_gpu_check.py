@@ -9,17 +9,18 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from dbo.cli import frame
 from dbo.program import Program
 from gpu import check, handoff, plants
-from gpu.check_parts import edges, hangs, leftovers
+from gpu.check_parts import edges, hangs, leftovers, runs
 from gpu.check_parts.setup import Setup
 from gpu.host import ThreadHost
 from gpu.world import launch
@@ -166,9 +167,28 @@ def test_what_is_left_behind_is_told():
     assert "'forgotten'" in told and "tensors of 4000 bytes stay alive" in told and "1 hooks pending" in told, told
 
 
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.5, False)])
+def test_replays_with_the_tokens_and_other_logits_fail(off, passes):
+    replayed = SimpleNamespace(cudagraph_mode="FULL", split=True)
+
+    def run(job, trace):
+        row = np.array([1.0, 4.0, 2.0 + off * (job.job.config.cudagraph_mode == "FULL")])
+        outcome = SimpleNamespace(tokens={"a": 1}, logits={"a": row}, decision=replayed)
+        return SimpleNamespace(values=[[outcome] * 3], errors=[None])
+
+    passed, words = runs.check_replays(replace(setup_of("nccl"), run=run), "nccl")
+    assert passed == passes and words.startswith("3 replays (3 split), 3 tokens"), words
+
+
 def test_the_device_check_refuses_where_devices_are_missing(capsys):
     assert check.main(["--device", "cuda", "--ranks", "64"]) == 3
     assert "num_ranks=64" in capsys.readouterr().err
+
+
+def test_a_backend_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--device", "cpu", "--backend", "nccll"])
+    assert ended.value.code == 2 and "symm_copy" in capsys.readouterr().err
 
 
 def test_a_failing_part_makes_the_check_fail(capsys, monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from dbo.check import HappensBefore, measure
 from dbo.export.profile import read_profile
 from dbo.export.window import window
 from dbo.rank import RankMain
+from gpu import probe, profiled
 from gpu.profiled import Profiled, profile_path
 from gpu.world import launch
 from tests.gpu.jobs import small_folder, small_job
@@ -32,3 +35,9 @@ def test_a_run_on_cpu_tensors_is_profiled_and_read_back(tmp_path):
     assert said.comm_us > 0 and said.hidden_share is not None and 0 <= said.hidden_share <= 1
     shown = window(trace, rank=1)
     assert shown.step >= 0 and shown.comp and shown.comm and shown.hidden_share is not None
+
+
+def test_a_machine_on_which_no_backend_runs_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(probe, "machine", lambda **options: SimpleNamespace(backends=(), options={"device": "cpu"}))
+    assert profiled.main([str(tmp_path / "profiles")]) == 3
+    assert "dbo doctor" in capsys.readouterr().err and not (tmp_path / "profiles").exists()

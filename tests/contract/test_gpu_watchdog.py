@@ -134,6 +134,14 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_point():
     assert "rank 1 main runs (step 0 layer 2 at MLP)" in launched.report["text"]
 
 
+def test_a_run_whose_time_is_up_ends_then_and_says_so():
+    before = time.monotonic()
+    launched = launch(Sleeping(), ranks=2, device="cpu", stall_s=60.0, timeout_s=4.0)
+    assert time.monotonic() - before < 9.0, "nobody is waited for any longer"
+    assert launched.report is None and launched.exit_codes == [-9, -9]
+    assert all("ran out of time" in str(error) for error in launched.errors)
+
+
 def test_a_slow_rank_is_not_a_stuck_one():
     launched = run(Slow(), stall_s=3.0)
     assert launched.report is None and launched.values == [[0, 1], [0, 1]]

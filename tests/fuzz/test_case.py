@@ -6,10 +6,12 @@ import re
 import pytest
 from hypothesis import given
 
+import fuzz.compact
 from dbo.errors import UsageError
 from dbo.schedule import load_schedule
 from fuzz.case import Case, RequestPlan, parse_token
-from fuzz.strategies import clean_cases
+from fuzz.compact import _hash
+from fuzz.strategies import clean_cases, planted_cases
 from fuzz.targets import bites, config_of, fault_of, run_case, surprise
 from sim.faults import CATALOGUE
 from sim.faults.fault import Site
@@ -23,39 +25,103 @@ CASE = Case(
         (RequestPlan(prompt_tokens=6, new_tokens=2),),
     ),
 )  # fmt: skip
-TOKEN = "f1:ll.r2.u2.d1.m2.e4.k2.t2+4.b12.s4.g4x20:abhD.dmhCs.c:7+3,2+2@1-3/6+2:o"
+SPELLING = "f1:ll.r2.u2.d1.m2.e4.k2.t2+4.b12.s4.g4x20:abhD.dmhCs.c:7+3,2+2@1-3/6+2:o"
+TOKEN = "f2:hhgJneWtoIOowGpaWNjWFPZE"
+FULL = dataclasses.replace(
+    CASE, backend="nccl", ranks=6, dcp_size=3, dcp_backend="a2a_direct", interleave=2, graphs=True,
+    capture_sizes=(2, 40), shared_experts="stream", split_points=(3,), mode="numeric",
+    fault="whole-metadata:rank=5,field=num_computed_tokens",
+)  # fmt: skip
+FULL_SPELLING = (
+    "f1:nccl.r6.u2.d1.m2.e4.k2.t2+4.b12.s4.g4x20.x3.F2+40.c3di2.hs:abhD.dmhCs.c:7+3,2+2@1-3/6+2:n"
+    ":whole-metadata:rank=5,field=num_computed_tokens"
+)
+FULL_TOKEN = "f2:4fu59oaOlAj4HvsZ03rUXi1CafI8BBsqytB"
 
 
 @given(clean_cases())
 def test_a_token_reads_back(case):
-    for fault in ("", "drop-yield:rank=1,at=2", "whole-metadata:rank=0,field=seq_lens"):
+    for fault in (
+        "",
+        "drop-yield:rank=1,ubatch=0,at=2",
+        "whole-metadata:rank=0,field=seq_lens",
+        "drop-yield:at=2",
+        "?",
+    ):
         planted = dataclasses.replace(case, fault=fault, mode="numeric" if fault else "ordering")
-        token = planted.token
-        assert parse_token(token) == planted and parse_token(token).token == token
-        assert re.fullmatch(r"[\w.:+,@/=-]+", token), "a shell would touch it"
+        for text in (planted.token, planted.spelling):
+            assert parse_token(text) == planted
+        assert parse_token(planted.spelling).token == planted.token
+        assert re.fullmatch(r"[\w.:+,@/=-]+", planted.token), "a shell would touch it"
+    assert len(case.token) <= 60
+
+
+@given(planted_cases())
+def test_a_token_is_short_enough_to_be_copied_by_hand(case):
+    assert len(case.token) <= 60 and parse_token(case.token) == case
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_blocks": n} for n in (29, 30, 37, 38, 93, 102, 103, 5000, 10**9)])
+def test_a_value_beyond_what_is_drawn_reads_back(changes):
+    case = dataclasses.replace(CASE, **changes)
+    assert parse_token(case.token) == case
 
 
 def test_tokens_are_stable():
     """A token in a report from last year still means the same."""
-    assert CASE.token == TOKEN and parse_token(TOKEN) == CASE
+    assert (CASE.token, CASE.spelling) == (TOKEN, SPELLING)
+    assert (FULL.token, FULL.spelling) == (FULL_TOKEN, FULL_SPELLING)
+    assert parse_token(TOKEN) == parse_token(SPELLING) == CASE
+    assert parse_token(FULL_TOKEN) == parse_token(FULL_SPELLING) == FULL
     assert CASE.command == f"dbo fuzz --case {TOKEN}"
+
+
+def test_faults_are_told_apart_by_the_hashes_that_tokens_carry():
+    assert len({_hash(fault.name) for fault in CATALOGUE}) == len(CATALOGUE)
+
+
+def test_a_case_that_contradicts_itself_has_no_token():
+    with pytest.raises(ValueError, match="graph sizes come with graphs"):
+        _ = dataclasses.replace(CASE, capture_sizes=(4,)).token
+
+
+def test_a_token_of_a_fault_that_is_gone_is_refused(monkeypatch):
+    token = FULL.token
+    monkeypatch.setattr(fuzz.compact, "_NAMED", {})
+    with pytest.raises(UsageError, match="catalogue"):
+        parse_token(token)
+
+
+@pytest.mark.parametrize("at", range(3, len(TOKEN)))
+def test_a_damaged_token_is_refused(at):
+    for other in "A", "_", "?":
+        damaged = TOKEN[:at] + other + TOKEN[at + 1 :]
+        if damaged != TOKEN:
+            with pytest.raises(UsageError, match=r"copy the token whole"):
+                parse_token(damaged)
+    with pytest.raises(UsageError):
+        parse_token(TOKEN[:at])
 
 
 @pytest.mark.parametrize(
     ("token", "names"),
     [
-        ("", "starts with f1"),
-        ("f0" + TOKEN[2:], "starts with f1"),
-        (TOKEN[:40], "starts with f1"),
-        (TOKEN.replace("r2", "rx"), "sizes"),
-        (TOKEN.replace("ll", "lll"), "sizes"),
-        (TOKEN.replace("abhD", "aqhD"), "schedule"),
-        (TOKEN.replace("7+3", "7"), "requests"),
-        (TOKEN.replace("/6+2", ""), "requests"),
-        (TOKEN[:-1] + "x", "mode"),
+        ("", "starts with f2"),
+        ("f0" + TOKEN[2:], "starts with f2"),
+        (SPELLING[:40], "starts with f1"),
+        (SPELLING.replace("r2", "rx"), "sizes"),
+        (SPELLING.replace("ll", "lll"), "sizes"),
+        (SPELLING.replace("abhD", "aqhD"), "schedule"),
+        (SPELLING.replace("7+3", "7"), "requests"),
+        (SPELLING.replace("/6+2", ""), "requests"),
+        (SPELLING[:-1] + "x", "mode"),
+        (FULL_SPELLING.replace("r6", "r5"), "sizes"),
+        (FULL_SPELLING.replace("c3d", "c3z"), "sizes"),
+        (FULL_SPELLING.replace(".hs", ".hz"), "sizes"),
+        (FULL_SPELLING.replace("c3d", "c2d"), "requests"),
     ],
 )
-def test_a_broken_token_is_refused_by_section(token, names):
+def test_a_broken_spelling_is_refused_by_section(token, names):
     with pytest.raises(UsageError, match=names):
         parse_token(token)
 

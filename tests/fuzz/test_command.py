@@ -8,9 +8,10 @@ import pytest
 import fuzz.campaign
 import fuzz.targets
 from dbo.cli import main
-from tests.fuzz.test_case import TOKEN
+from fuzz.case import parse_token
+from tests.fuzz.test_case import SPELLING, TOKEN
 
-PLANTED = TOKEN + ":drop-yield:rank=1,ubatch=0,at=0"
+PLANTED = SPELLING + ":drop-yield:rank=1,ubatch=0,at=0"
 
 
 def call(capsys, *arguments):
@@ -46,7 +47,7 @@ def test_a_budget_of_seconds_ends(capsys):
 
 def test_a_case_that_is_as_it_should_be_exits_0(capsys):
     code, out, _ = call(capsys, "--case", TOKEN)
-    assert code == 0 and "as it should be" in out and "verdict: proved" in out
+    assert code == 0 and "as it should be" in out and "verdict: proved" in out and SPELLING in out
     code, out, _ = call(capsys, "--json", "--case", PLANTED)
     answer = json.loads(out)
     assert code == 0 and answer["verdict"] == "violated" and answer["violations"][0]["id"] == "unequal-yields"
@@ -82,7 +83,10 @@ def test_a_flagged_clean_case_is_shrunk(capsys, monkeypatch):
     code, out, _ = call(capsys, "--json", "--faults", "none", "--budget", "40")
     answer = json.loads(out)
     assert code == 1 and answer["surprise"] == "ValueError: too deep"
-    assert ".m2." in answer["case"] and ".r2." in answer["case"]
+    assert ".m2." in answer["spelling"] and ".r2." in answer["spelling"]
+    found = parse_token(answer["case"])
+    assert found.spelling == answer["spelling"] and len(answer["case"]) <= 60
+    assert (found.graphs, found.dcp_size, found.shared_experts) == (False, 1, "overlap")  # the plainest of its kind
 
 
 def test_ctrl_c_gives_what_there_is(capsys, monkeypatch):
@@ -103,9 +107,9 @@ def test_ctrl_c_gives_what_there_is(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--case", "nonsense"], "starts with f1"),
-        (["--case", TOKEN + ":nonsense"], "fault=nonsense"),
-        (["--case", TOKEN.replace("e4", "e3")], "spread evenly"),
+        (["--case", "nonsense"], "starts with f2"),
+        (["--case", SPELLING + ":nonsense"], "fault=nonsense"),
+        (["--case", SPELLING.replace("e4", "e3")], "spread evenly"),
         (["--faults", "nonsense"], "choose from all, none"),
         (["--budget", "0"], "--budget"),
         (["--budget", "soon"], "--budget"),

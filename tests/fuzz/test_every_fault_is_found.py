@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, seed, settings
 
 from dbo.check import DETECTORS, judge
+from dbo.config.facts import DCP_COMM_BACKENDS, SHARED_EXPERTS
 from fuzz import profiles
 from fuzz.strategies import clean_cases, planted_cases
 from fuzz.targets import bites, clean_run, clean_twin, run, run_case, wrong_tokens
@@ -22,7 +23,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed, and runs with numbers need it")
 
 # Ids whose faults are not in the catalogue: unit tests and tests/faults plant those.
-ELSEWHERE = {"two-awake", "deadlock", "capacity", "graph-capture", "graph-stale", "slot-cycle", "numeric"}
+ELSEWHERE = {"two-awake", "capacity", "graph-capture", "graph-stale", "slot-cycle"}
 
 ordering = [f for f in CATALOGUE if not f.numeric]
 numeric_only = [f for f in CATALOGUE if f.numeric]
@@ -64,6 +65,20 @@ def test_no_clean_run_is_flagged(fuzz_seed):
     assert sum(bool(run.split_slices) for run in runs) >= len(runs) // 4
     assert any(not run.split_slices for run in runs)
     assert {case.ranks for case in cases} == {2, 3, 4}
+    assert {case.shared_experts for case in cases} == set(SHARED_EXPERTS)
+    assert len({case.dcp_backend for case in cases}) > 1
+    assert any(case.capture_sizes for case in cases)
+    assert sum(bool(run.replayed) for run in runs) >= len(runs) // 20
+    assert any(run.captures_ubatches for run in runs)
+
+
+@pytest.mark.parametrize("exchange", DCP_COMM_BACKENDS)
+def test_no_clean_run_of_a_dcp_group_is_flagged(exchange, fuzz_seed):
+    cases = draw(clean_cases(exchanges=(exchange,)), AMOUNT.clean // 4, fuzz_seed)
+    for case in cases:
+        check_clean(case)
+    assert {case.dcp_backend for case in cases} == {exchange} and len(cases) >= AT_LEAST
+    assert any(case.graphs for case in cases) and any(case.interleave > 1 for case in cases)
 
 
 @pytest.mark.parametrize("fault", ordering, ids=lambda fault: fault.name)

@@ -91,7 +91,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize(("fault", "exchange", "id"), FAULTS, ids=[f"{f.__name__}-{e}" for f, e, _ in FAULTS])
-@pytest.mark.parametrize("layout", ["dp1-dcp2", "dp2-dcp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fault_is_found(fault: Callable[[Any], Any], exchange: str, id: str, layout: str) -> None:
     launched = run(job(exchange, layout, programs=planted(fault)))
     report = verdict_of(launched)

@@ -6,6 +6,7 @@ The simulator counts calls. Devices have one flag a source and channel, so two r
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -57,10 +58,19 @@ def test_a_region_for_both_ubatches_would_lose_signals() -> None:
         ((12,), (12,)), backend="symm_copy", schedule="ascend_d0d1c0c1", model={"num_hidden_layers": 4},
         max_num_batched_tokens=24, new_tokens=1,
     )  # fmt: skip
-    from dataclasses import replace
-
     from tests.sim.backend_harness import FAULTS
 
     launched = run(replace(job, program_of=FAULTS["one-region"].programs(job.config, "")))
     early, _ = raised_too_early(launched.trace)
     assert early
+
+
+def test_ubatches_that_run_one_after_another_keep_to_their_own_regions() -> None:
+    """Their sizes may differ, and the first one's rows are still read when a faster peer sends the second one's."""
+    job = ordering_job(
+        ((12,), (12,)), backend="symm_copy", schedule="ascend_d0d1c0c1", model={"num_hidden_layers": 4},
+        max_num_batched_tokens=24, new_tokens=1,
+    )  # fmt: skip
+    launched = run(replace(job, serial=True))
+    events = {str(r.attrs.get("event", "")).partition("#")[0] for r in launched.trace.records}
+    assert {"symm.u0.dispatch", "symm.u1.dispatch", "symm.u0.combine", "symm.u1.combine"} <= events

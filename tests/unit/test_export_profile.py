@@ -172,18 +172,42 @@ def test_a_packed_profile_is_read_and_a_trace_still_is(written, tmp_path):
     assert read_any([write_trace(trace, tmp_path / "trace.json")]) == trace
 
 
+def test_ubatches_that_shared_a_thread_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(THREADS, 1, THREADS[0])
+    for overlap, refused in ((10.0, True), (0.5, False)):
+        profile = Written()
+        profile.range(0, "A0", 0, 20 + overlap)
+        profile.range(1, "A0", 20, 60)
+        profile.kernel(0, "gemm", 5, COMPUTE, 50, 100)
+        path = profile.write(tmp_path / "rank0.json")
+        if refused:
+            with pytest.raises(UsageError, match='vehicle="thread"'):
+                read_profile([path])
+        else:
+            assert len(read_profile([path]).records) == 3
+
+
 def test_what_is_no_profile_is_refused(written, tmp_path):
     path = written.write(tmp_path / "rank0.json")
     nameless = Written()
     nameless.events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 1})
     (tmp_path / "text.json").write_text("no JSON")
     (tmp_path / "list.json").write_text("[]")
+    packed = gzip.compress(path.read_bytes())
+    (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "bad.json.gz").write_bytes(packed[:20] + bytes(20) + packed[40:])
+    (tmp_path / "plain.json.gz").write_bytes(path.read_bytes())
+    own = write_trace(Trace(meta={}, records=[]), tmp_path / "own.json")
     for paths, says in (
         ([path, path], "ranks="),
         ([nameless.write(tmp_path / "nameless.json")], "rank/ubatch/point"),
         ([tmp_path / "text.json", path], "a profile is JSON"),
         ([tmp_path / "list.json", path], "Chrome's events"),
         ([tmp_path / "missing.json", path], "existing file"),
+        ([tmp_path / "cut.json.gz"], "a profile is JSON"),
+        ([tmp_path / "bad.json.gz"], "a profile is JSON"),
+        ([tmp_path / "plain.json.gz"], "Not a gzipped file"),
+        ([own, path], "name this file alone"),
     ):
         with pytest.raises(UsageError, match=says):
             read_any(paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,16 @@ def test_every_wait_is_on_the_board_before_it_begins(tmp_path):
     other.stop()
     (line,) = [line for line in watched.rank(0).lines() if line.name == "u0"]
     assert not line.waits
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_records_nothing_is_kept_of_a_meeting(keep):
+    recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=keep)
+    task = recorder.start_line("main", SimpleNamespace(name="compute"))
+    for index in range(3):
+        recorder.device("wait", "signals", attrs={}, after=(recorder.meet_reference("symm_copy", index),))
+        recorder.has_met("dp.cpu", index)
+    assert (len(recorder.meets), len(task.after), len(recorder.records)) == ((6, 3, 3) if keep else (0, 0, 0))
 
 
 def test_every_way_of_handing_over_is_measured():
