@@ -1,6 +1,7 @@
 """A case and its token are the same thing."""
 
 import dataclasses
+import importlib.util
 import re
 
 import pytest
@@ -56,7 +57,11 @@ def test_a_token_reads_back(case):
     assert len(case.token) <= 60
 
 
-@given(planted_cases())
+# Where a fault can be planted, a clean run says; for those of numbers that is one with numbers.
+PLANTABLE = [f for f in CATALOGUE if not f.numeric or importlib.util.find_spec("torch") is not None]
+
+
+@given(planted_cases(PLANTABLE))
 def test_a_token_is_short_enough_to_be_copied_by_hand(case):
     assert len(case.token) <= 60 and parse_token(case.token) == case
 
