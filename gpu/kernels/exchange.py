@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 import triton
@@ -61,23 +61,6 @@ class Tuning:
     num_warps: int = 4
     spin_limit: int = 1 << 28
     tile_rows: int = 0
-
-
-class Options(TypedDict, total=False):
-    """How one exchange differs from the plainest one.
-
-    merged_BND, merged_lse_BN: where the results go, `[B, N, D]` and `[B, N]` fp32; without, new tensors.
-    is_lse_base_on_e, seq_lens, query_start_loc: as in `dbo.dcp.exchange.dcp_a2a_lse_reduce`.
-    push, merge: do this half; both unless told otherwise.
-    """
-
-    merged_BND: torch.Tensor
-    merged_lse_BN: torch.Tensor
-    is_lse_base_on_e: bool
-    seq_lens: torch.Tensor | None
-    query_start_loc: torch.Tensor | None
-    push: bool
-    merge: bool
 
 
 def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 3) -> Tuning:
@@ -146,13 +129,13 @@ class DirectExchange:
             source, tile = divmod(missing - 1, self.layout.max_tiles)
             raise PeerFailed(source, f"rank {self.rank} waited in vain for its signal of tile {tile}")
 
-    def prepare(self, out_BHD: torch.Tensor, lse_BH: torch.Tensor, **options: Unpack[Options]) -> None:
+    def prepare(self, out_BHD: torch.Tensor, lse_BH: torch.Tensor, **arguments: object) -> None:
         """Compile and load the kernel for these arguments (those of `launch`) without running it.
 
         Raises:
             NotAvailable: the grid cannot be resident at once, so its programs could wait for each other for ever.
         """
-        args, meta = self._arguments(out_BHD, lse_BH, options)
+        args, meta = self._arguments(out_BHD, lse_BH, **arguments)  # type: ignore[arg-type]
         compiled = direct_kernel.warmup(*args, grid=(self.tuning.programs,), **meta)
         compiled._init_handles()
         resident = _resident_programs(compiled, self.tuning.num_warps, self._region.device)
@@ -167,10 +150,30 @@ class DirectExchange:
             )
 
     def launch(
-        self, out_BHD: torch.Tensor, lse_BH: torch.Tensor, **options: Unpack[Options]
+        self,
+        out_BHD: torch.Tensor,
+        lse_BH: torch.Tensor,
+        *,
+        merged_BND: torch.Tensor | None = None,
+        merged_lse_BN: torch.Tensor | None = None,
+        is_lse_base_on_e: bool = True,
+        seq_lens: torch.Tensor | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        push: bool = True,
+        merge: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream. `[B, N, D]` and `[B, N]` fp32, in the given tensors or in new ones."""
-        args, meta = self._arguments(out_BHD, lse_BH, options)
+        args, meta = self._arguments(
+            out_BHD,
+            lse_BH,
+            merged_BND=merged_BND,
+            merged_lse_BN=merged_lse_BN,
+            is_lse_base_on_e=is_lse_base_on_e,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            push=push,
+            merge=merge,
+        )
         if isinstance(direct_kernel, triton.JITFunction):
             self._launcher(args, meta)(*args, *(v for name, v in meta.items() if name != "num_warps"))
         else:  # the interpreter
@@ -190,15 +193,25 @@ class DirectExchange:
             launcher = self._launchers[key] = compiled[(self.tuning.programs, 1, 1)]
         return launcher
 
-    def _arguments(self, out_BHD: torch.Tensor, lse_BH: torch.Tensor, options: Options) -> tuple[list, dict]:
+    def _arguments(
+        self,
+        out_BHD: torch.Tensor,
+        lse_BH: torch.Tensor,
+        *,
+        merged_BND: torch.Tensor | None = None,
+        merged_lse_BN: torch.Tensor | None = None,
+        is_lse_base_on_e: bool = True,
+        seq_lens: torch.Tensor | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        push: bool = True,
+        merge: bool = True,
+    ) -> tuple[list, dict]:
         rows, heads, dim = out_BHD.shape
         mine = heads // self.layout.world_size
-        merged_BND, merged_lse_BN = options.get("merged_BND"), options.get("merged_lse_BN")
         if merged_BND is None:
             merged_BND = torch.empty((rows, mine, dim), dtype=out_BHD.dtype, device=out_BHD.device)
         if merged_lse_BN is None:
             merged_lse_BN = torch.empty((rows, mine), dtype=torch.float32, device=out_BHD.device)
-        seq_lens, query_start_loc = options.get("seq_lens"), options.get("query_start_loc")
         has_mask = seq_lens is not None
         args = [
             out_BHD.view(RAW[out_BHD.dtype]),
@@ -227,9 +240,9 @@ class DirectExchange:
             "DATA_OFFSET": self.layout.data_offset,
             "DATA_SLAB": self.layout.data_slab_bytes,
             "HAS_MASK": has_mask,
-            "BASE_E": options.get("is_lse_base_on_e", True),
-            "PUSH": options.get("push", True),
-            "MERGE": options.get("merge", True),
+            "BASE_E": is_lse_base_on_e,
+            "PUSH": push,
+            "MERGE": merge,
             "TILE_R": self.tuning.tile_rows or tile_rows(rows * mine),
             "BLOCK_D": block_dim(dim),
             "num_warps": self.tuning.num_warps,

@@ -81,18 +81,15 @@ def test_no_clean_run_of_a_dcp_group_is_flagged(exchange, fuzz_seed):
     assert any(case.graphs for case in cases) and any(case.interleave > 1 for case in cases)
 
 
-@pytest.mark.parametrize("fault", ordering, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(pytest.param(fault, id=fault.name) for fault in ordering),
+        *(pytest.param(fault, id=fault.name, marks=needs_torch) for fault in numeric_only),
+    ],
+)
 def test_it_is_found(fault, fuzz_seed):
-    cases = draw(planted_cases([fault]), AMOUNT.planted, fuzz_seed)
-    assert len(cases) >= AT_LEAST, f"seed {fuzz_seed} gives {len(cases)} cases of {fault.name}"
-    for case in cases:
-        check_clean(case)
-        check_found(case, fault)
-
-
-@needs_torch
-@pytest.mark.parametrize("fault", numeric_only, ids=lambda fault: fault.name)
-def test_it_is_found_where_only_numbers_have_it(fault, fuzz_seed):
+    """In ordering mode; with numbers where only they have it."""
     cases = draw(planted_cases([fault]), AMOUNT.planted, fuzz_seed)
     assert len(cases) >= AT_LEAST, f"seed {fuzz_seed} gives {len(cases)} cases of {fault.name}"
     for case in cases:

@@ -1,7 +1,7 @@
-"""Runs `test_layer_kernels.py` under Triton's interpreter in a process of its own where this process cannot.
+"""Runs the tests of a layer's kernels under Triton's interpreter in a process of its own where this process cannot.
 
 The interpreter is chosen when Triton is imported. A suite that imported it before, uninterpreted, cannot go back, and
-the file skips itself; this test then runs it.
+the files skip themselves; this test then runs them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-KERNEL_TESTS = Path(__file__).with_name("test_layer_kernels.py")
+KERNEL_TESTS = [Path(__file__).with_name(name) for name in ("test_layer_kernels.py", "test_attention_kernels.py")]
 
 
 def test_kernels_apart() -> None:
@@ -22,10 +22,10 @@ def test_kernels_apart() -> None:
     from triton import language, runtime
 
     if torch.cuda.is_available() or not isinstance(language.max, runtime.JITFunction):
-        assert KERNEL_TESTS.exists()  # they run, or have run, in this process
+        assert all(path.exists() for path in KERNEL_TESTS)  # they run, or have run, in this process
         return
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(KERNEL_TESTS)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, KERNEL_TESTS)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
