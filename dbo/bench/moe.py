@@ -159,11 +159,18 @@ def options(args: argparse.Namespace, *, devices: int) -> MoEBench:
 
 
 def run(args: argparse.Namespace, stage: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
-    """Measure. Returns the text, the JSON object, and whether every result was right. Tables appear on stderr at once."""
+    """Measure. Returns the text, the JSON object, and whether every result was right. Tables appear on stderr at once.
+
+    Raises:
+        NotAvailable: nothing could be measured; what was asked for is skipped by name.
+    """
     bench_module = moe_bench()
     bench = options(args, devices=bench_module.cuda_devices())
     stage(f"{bench.ranks} ranks on {bench.device}")
     measured = bench_module.measure(bench)
+    if not measured.rows:  # an empty page would look like a good answer
+        rule = "at least one backend can be measured"
+        raise NotAvailable(refusal(rule, "ask for another one, or more --budget", skipped="; ".join(measured.skipped)))
     found = verdicts(measured.rows, measured.host_ratio)
     data = {"bench": asdict(bench), "command": bench.command} | measured.to_json()
     data["verdicts"] = [asdict(verdict) for verdict in found]

@@ -171,12 +171,19 @@ def test_the_command_measures_the_same_again(monkeypatch: pytest.MonkeyPatch):
         @staticmethod
         def measure(bench):
             asked.append(bench)
-            return Measured(machine=[])
+            return Measured(machine=[], rows=[row()])
 
     monkeypatch.setattr(moe, "moe_bench", lambda: Stub)
     bench = replace(BENCH, steady=False, budget_s=60.0, schedules=("all",), repeat=7, layers=3, vehicle="greenlet")
     assert main(shlex.split(bench.command)[1:]) == 0
     assert asked == [replace(bench, prompt_tokens=2048, context_tokens=1024)]
+
+
+def test_a_page_without_a_figure_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys):
+    measured = Measured(machine=["here"], skipped=["tiny 8 eager deepep_v2: no device"])
+    monkeypatch.setattr(moe, "moe_bench", lambda: Namespace(cuda_devices=lambda: 0, measure=lambda bench: measured))
+    assert main(["bench", "moe", "--device", "cpu", "--backend", "deepep_v2"]) == 3
+    assert "deepep_v2: no device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(0.01, 0), (0.4, 1)])
