@@ -25,7 +25,7 @@ from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import FusedMoEPrepareAndFinalizeModular
 from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.moe.side_stream import SideStream
-from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
+from dbo.moe.symm_copy import NEARLY_ALL, SymmCopyPrepareAndFinalize, share_needed
 from dbo.program import Program
 from dbo.runner import GPUModelRunner, StepOutcome
 from dbo.schedule import Schedule
@@ -212,12 +212,19 @@ def make_prepare_finalize(
         )
     if config.all2all_backend == "deepep_v2":
         return DeepEPV2PrepareAndFinalize(
-            world, world.elastic, num_experts=num_experts, worst_case=worst_case, comm_sms=comm_sms
+            world,
+            world.elastic,
+            num_experts=num_experts,
+            worst_case=worst_case,
+            comm_sms=comm_sms,
+            max_tokens_per_rank=config.max_num_batched_tokens,
         )
     if config.all2all_backend == "symm_copy":
         row_bytes = facts.DTYPE_BYTES[config.dtype] * model_config.hidden_size, 8 * model_config.num_experts_per_tok
         world.symmetric.reserve(ubatches=config.num_ubatches, rows=config.max_num_batched_tokens, row_bytes=row_bytes)
-        return SymmCopyPrepareAndFinalize(world, num_experts=num_experts, worst_case=worst_case)
+        top_k = model_config.num_experts_per_tok
+        nearly_all = share_needed(ranks=world.size, num_experts=num_experts, top_k=top_k) >= NEARLY_ALL
+        return SymmCopyPrepareAndFinalize(world, num_experts=num_experts, worst_case=worst_case or nearly_all)
     if config.all2all_backend == "nccl":
         return NcclPrepareAndFinalize(world, num_experts=num_experts)
     rule = "every accepted backend is built"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from dbo.errors import NotAvailable, UsageError, refusal
 DEEPEP_V1 = "tokenspeed-deepep==1.2.1.post20251110"
 DEEPEP_V2 = "tokenspeed-deepep==2.1.0.post20260801"
 V2_NCCL = (2, 30, 7)
+"""The one NCCL that this build of DeepEP V2 runs with: until 2.31 it wants the very version it was compiled against."""
+NCCL_LIBRARY = "libnccl.so.2"
 CPU_BACKENDS = ("nccl", "deepep_low_latency", "symm_copy")
 """What runs on CPU tensors, over gloo."""
 
@@ -111,7 +115,7 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
     shared: tuple[str, ...] = ("symm_copy",) if _cuda_bindings().there else ()
     library = deep_ep_version()[0]
     shared += ("deepep_low_latency", "deepep_high_throughput") if library == "V1" else ()
-    alone = ("nccl", "deepep_v2") if library == "V2" and nccl_version()[:3] >= V2_NCCL else ("nccl",)
+    alone = ("nccl", "deepep_v2") if library == "V2" and nccl_version()[:3] == V2_NCCL else ("nccl",)
     backends = shared if share_device else (*alone, *shared)
     return Machine(
         limits=limits, capabilities=(), options={"device": "cuda", "share_device": share_device}, backends=backends
@@ -138,15 +142,25 @@ def probe() -> Found:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """NCCL's, as torch sees it; empty where there is none."""
+    """(major, minor, patch) of the NCCL that this process runs with; empty where there is none.
+
+    Asked of the library: `torch.cuda.nccl.version()` names the one that torch was built with, whatever was loaded before it.
+    """
 
     def ask() -> tuple[int, ...]:
-        import torch
+        import torch  # loads its own NCCL where none of that name is loaded yet
 
-        version: tuple[int, ...] = torch.cuda.nccl.version()
-        return version
+        built_with: tuple[int, ...] = torch.cuda.nccl.version()
+        return _try(_loaded_nccl, built_with)[0]
 
     return _try(ask, ())[0]
+
+
+def _loaded_nccl() -> tuple[int, ...]:
+    library = ctypes.CDLL(NCCL_LIBRARY, mode=os.RTLD_NOLOAD)
+    code = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(code))
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 def deep_ep_version() -> tuple[str, str]:
@@ -184,7 +198,7 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
             fix="" if v1 else f"install {DEEPEP_V1}",
         )  # fmt: skip
     v2 = deep_ep.there and deep_ep.what.startswith("V2")
-    right_nccl = nccl_version()[:3] >= V2_NCCL
+    right_nccl = nccl_version()[:3] == V2_NCCL
     needs = [f"install {DEEPEP_V2}"] * (not v2) + [f"load NCCL {'.'.join(map(str, V2_NCCL))} first"] * (not right_nccl)
     backends["deepep_v2"] = Answer(
         there=v2 and right_nccl and two, what=deep_ep.what, fix="; ".join(needs + ["show a second device"] * (not two))

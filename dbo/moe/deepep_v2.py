@@ -4,7 +4,8 @@ Written against `ElasticBuffer` of DeepEP V2; the simulator offers the same meth
 too. What differs from V1: no layout call; a dispatch kernel fills the process's receive buffer and an epilogue copies the
 rows out of it, both on the process's one comm stream, which is what keeps the other ubatch's call from overwriting them.
 With `do_cpu_sync` the host waits for the counts between the two; without, outputs have `R * max tokens` rows, of which only
-the first `psum_num_recv_tokens_per_scaleup_rank[-1]` are written, ids included.
+the first `psum_num_recv_tokens_per_scaleup_rank[-1]` are written, ids included. The library compiles its kernels anew for each
+`num_max_tokens_per_rank`, while ranks wait for each other: a step's own number, which changes from step to step, is never it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ class ValidRows(Protocol):
         """`[N, K]` ids with -1 in the rows from `ends[-1]` on, where `ends` `[R]` int32 is a running count."""
 
 
-class DeepEPV2PrepareAndFinalize(DeepEPFlat):
-    """Dispatch and combine of one rank, over `deep_ep.ElasticBuffer` or the simulator's."""
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is not below `number` (>= 1)."""
+    return 1 << (number - 1).bit_length()
 
-    def __init__(self, world: World, buffer: Any, **options: Any) -> None:
+
+class DeepEPV2PrepareAndFinalize(DeepEPFlat):
+    """Dispatch and combine of one rank, over `deep_ep.ElasticBuffer` or the simulator's.
+
+    Args:
+        max_tokens_per_rank: that any step brings, equal on all ranks.
+        options: of `DeepEPFlat`.
+    """
+
+    def __init__(self, world: World, buffer: Any, *, max_tokens_per_rank: int, **options: Any) -> None:
         super().__init__(world, buffer, **options)
         self.ops: ValidRows = world.row_ops
+        self.max_tokens_per_rank = max_tokens_per_rank
 
     def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver:
         self._streams.used_here(a1, topk_weights, topk_ids)
@@ -39,7 +51,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPFlat):
             topk_idx=topk_ids,
             topk_weights=topk_weights,
             num_experts=self.num_experts,
-            num_max_tokens_per_rank=max(get_forward_context().num_tokens_across_ranks),
+            num_max_tokens_per_rank=self._rows_of_a_rank(),
             do_cpu_sync=not self.worst_case,
             **self._launch(),
         )
@@ -55,6 +67,15 @@ class DeepEPV2PrepareAndFinalize(DeepEPFlat):
             return ExpertInputs(layout="flat", x=x, topk_ids=valid, topk_weights=weights)
 
         return receive
+
+    def _rows_of_a_rank(self) -> int:
+        """Rows that a rank may send: few different numbers, and the same on every rank.
+
+        With counts on the host outputs are as long as what came, whatever this says; without, this is their length.
+        """
+        most = max(get_forward_context().num_tokens_across_ranks)
+        enough = next_power_of_two(most) if self.worst_case else self.max_tokens_per_rank
+        return max(most, min(enough, self.max_tokens_per_rank))
 
     def _launch(self) -> dict[str, Any]:
         return {

@@ -3,10 +3,10 @@
 The transfer itself takes no SM, so it does not slow the other ubatch's matrix kernels down; packing, unpacking and the
 reduction do take some. Any dtype.
 
-Sizes: eager, only the rows that a peer needs travel, packed by a kernel, so the host waits for everybody's counts first.
-With `worst_case`, every row travels to every peer, straight from where it is: sizes follow from the token counts that the
-ranks have shared, nothing is packed and nothing is waited for. With top-k near or above the number of ranks nearly every row
-is needed anyway.
+Sizes: with counts only the rows that a peer needs travel, packed by a kernel, so the host waits for everybody's counts first,
+and has queued nothing for the device while it waits. With `worst_case`, every row travels to every peer, straight from where
+it is: sizes follow from the token counts that the ranks have shared, nothing is packed and nothing is waited for. Where
+nearly every row is needed anyway (`share_needed`) that is the better way in eager steps too.
 
 Receive regions belong to a *channel*, a ubatch and a half of the layer. Within a channel no barrier is needed: a peer sends
 into a region again only after it has received what this rank sent *after* reading the region (a dispatch is answered by its
@@ -20,6 +20,7 @@ rank waits for its device before it says what it has for the next step, unless n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,17 @@ from dbo.moe.interface import ExpertInputs, PartialSums, Receiver
 Channel = tuple[int, str]
 Table = Sequence[Sequence[int]]
 """Rows of one exchange: entry [r][p] is how many r sends to p."""
+
+
+NEARLY_ALL = 0.9
+"""Share of the rows needed from which counting them costs more than sending all: a wait of the host a layer and ubatch, 1.6 ms
+on two H200s with 8192 tokens (docs/performance.md)."""
+
+
+def share_needed(*, ranks: int, num_experts: int, top_k: int) -> float:
+    """Of a rank's tokens, the share with an expert on one given rank, where experts are chosen evenly."""
+    others = num_experts - num_experts // ranks
+    return 1.0 - math.comb(others, top_k) / math.comb(num_experts, top_k)
 
 
 class Arrival(Protocol):
@@ -96,7 +108,7 @@ class SymmCopyPrepareAndFinalize:
     Args:
         world: of this rank.
         num_experts: E, over all ranks.
-        worst_case: every row to every peer, no counts; graphs need it.
+        worst_case: every row to every peer, no counts. Graphs need it.
     """
 
     layout = "flat"

@@ -1,7 +1,8 @@
 """DeepEP V2 behind `World.elastic` (needs torch, `deep_ep` 2 and its NCCL, and a device a rank).
 
 Facts the code below relies on, with DeepEP 2.1.0: NCCL 2.30.7 has to be loaded before torch loads another one; without
-a network card `EP_DISABLE_GIN=1` and no hybrid mode; the buffer is made for a number of tokens, a width and a top-k.
+a network card `EP_DISABLE_GIN=1` and no hybrid mode; the buffer is made for a number of tokens, a width and a top-k; each
+`num_max_tokens_per_rank` is compiled on its own, by nvcc, with the first call that names it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def load() -> Any:
         found = f"DeepEP {which}" if which else why or "nothing"
         raise NotAvailable(refusal("backend deepep_v2 needs DeepEP V2", f"install {DEEPEP_V2}", found=found))
     loaded = nccl_version()
-    if loaded[:3] < V2_NCCL:
+    if loaded[:3] != V2_NCCL:
         needed, found = (".".join(map(str, version)) for version in (V2_NCCL, loaded))
-        rule = "DeepEP V2 runs with its own NCCL"
+        rule = "DeepEP V2 runs with the NCCL it was compiled against"
         raise NotAvailable(refusal(rule, f"load NCCL {needed} before torch (LD_PRELOAD)", nccl=found))
     return importlib.import_module("deep_ep")
 

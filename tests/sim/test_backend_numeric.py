@@ -18,7 +18,7 @@ from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinaliz
 from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import ExpertInputs, summed
 from dbo.moe.nccl import NcclPrepareAndFinalize
-from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
+from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize, share_needed
 from dbo.program import Program
 from sim.cost import CostTable
 from sim.faults import Site
@@ -27,7 +27,7 @@ from sim.world import Launched, SimWorld, launch
 from tests.sim.backend_harness import FAULTS, STREAM_BACKENDS
 from tests.sim.job_harness import SMALL, numeric_job, outcomes_of, run, verdict_of
 
-HIDDEN, TOPK, EXPERTS = 8, 2, 12
+HIDDEN, TOPK, EXPERTS, MOST_TOKENS = 8, 2, 12, 64
 GENERATED = {key: value for key, value in SMALL.items() if key not in ("num_hidden_layers", "hidden_size")}
 
 MAKERS: dict[str, Callable[[SimWorld, bool], Any]] = {
@@ -36,7 +36,7 @@ MAKERS: dict[str, Callable[[SimWorld, bool], Any]] = {
         world, world.high_throughput, num_experts=EXPERTS, worst_case=worst
     ),
     "deepep_v2": lambda world, worst: DeepEPV2PrepareAndFinalize(
-        world, world.elastic, num_experts=EXPERTS, worst_case=worst
+        world, world.elastic, num_experts=EXPERTS, worst_case=worst, max_tokens_per_rank=MOST_TOKENS
     ),
     "symm_copy": lambda world, worst: SymmCopyPrepareAndFinalize(world, num_experts=EXPERTS, worst_case=worst),
 }
@@ -131,10 +131,59 @@ def test_sizes_are_exact_or_the_worst_case(kind: tuple[str, bool]) -> None:
     name, worst = kind
     for rank, (x, ids, *_) in enumerate(exchange(kind, tokens, 1).values):
         real = len(expected_rows(rank, tokens, 1))
-        most = {"deepep_v2": max(tokens) * len(tokens)}.get(name, sum(tokens))
+        most = {"deepep_v2": 8 * len(tokens)}.get(name, sum(tokens))  # V2: 5 rows a rank, 8 are the next power of two
         assert len(x) == (most if worst else real)
         if worst and name != "symm_copy":
             assert (ids[real:] == -1).all()  # padded at the end; symm_copy's rows keep their places
+
+
+@pytest.mark.parametrize(
+    ("worst", "wanted"),
+    [(False, {MOST_TOKENS}), (True, {1, 2, 4, 8, 16, 32, MOST_TOKENS})],
+    ids=["counts on the host", "worst case"],
+)
+def test_few_sizes_are_ever_named_to_a_library_that_compiles_each(worst: bool, wanted: set[int]) -> None:
+    def program(world: SimWorld) -> set[int]:
+        named: set[int] = set()
+        real = world.elastic.dispatch
+
+        def dispatch(*args: Any, **options: Any) -> Any:
+            named.add(options["num_max_tokens_per_rank"])
+            return real(*args, **options)
+
+        world.elastic.dispatch = dispatch
+        backend = MAKERS["deepep_v2"](world, worst)
+        for tokens in (*range(1, 20), 33, 40, 63, MOST_TOKENS):
+            x, ids, weights = (world.tensors.from_numpy(a, "in") for a in batch(world.rank, tokens, 0))
+            context = ForwardContext(attn_metadata=None, num_tokens_across_ranks=[tokens] * world.size)
+            with override_forward_context(context):
+                backend.finalize_async(backend.prepare_async(x, weights, ids)().x, weights, ids)()
+        return named
+
+    assert launch(program, ranks=2).values == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k", "share"), [(2, 64, 8, 0.998), (2, 8, 2, 0.786), (8, 256, 8, 0.662), (1, 8, 2, 1.0)]
+)
+def test_the_share_of_rows_that_a_rank_needs_is_the_one_of_even_choices(
+    ranks: int, experts: int, top_k: int, share: float
+) -> None:
+    assert share_needed(ranks=ranks, num_experts=experts, top_k=top_k) == pytest.approx(share, abs=5e-4)
+    draw = np.random.default_rng(5)
+    first = [draw.permutation(experts)[:top_k].min() < experts // ranks for _ in range(4000)]
+    assert np.mean(first) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(("top_k", "counted"), [(2, True), (6, False)])
+def test_copies_count_rows_only_where_some_would_stay_behind(tmp_path: Path, top_k: int, counted: bool) -> None:
+    sizes = GENERATED | {"num_experts_per_tok": top_k}
+    model = tmp_path, generate_model_folder(tmp_path, seed=1, hidden_size=64, num_layers=3, **sizes)
+    found = {b: run(numeric_job(*model, ((8,), (5,)), backend=b, new_tokens=2)) for b in ("symm_copy", "nccl")}
+    waits = [r.attrs["why"] for r in found["symm_copy"].trace.of_kind("host.wait")]
+    assert any("counts of symm_copy" in why for why in waits) is counted
+    assert str(verdict_of(found["symm_copy"]).verdict) == "proved"
+    np.testing.assert_allclose(logits(found["symm_copy"]), logits(found["nccl"]), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_v2"])

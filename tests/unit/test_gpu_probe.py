@@ -45,11 +45,29 @@ def test_two_devices_without_deepep_say_what_to_install(monkeypatch):
     assert "no NVSHMEM" in backends["deepep_low_latency"].what
 
 
-@pytest.mark.parametrize(("nccl", "there"), [((2, 28, 9), False), ((2, 30, 7), True)])
+@pytest.mark.parametrize(("nccl", "there"), [((2, 28, 9), False), ((2, 30, 7), True), ((2, 30, 8), False)])
 def test_v2_needs_its_nccl(monkeypatch, nccl, there):
     backends = backends_of(monkeypatch, (device(0, (1,)), device(1, (0,))), deep_ep="V2", nccl=nccl)
     assert backends["deepep_v2"].there is there
     assert there or "NCCL 2.30.7" in backends["deepep_v2"].fix
+
+
+def test_the_nccl_that_counts_is_the_one_that_was_loaded(monkeypatch):
+    torch = pytest.importorskip("torch", reason="the version that torch was built with is what is not asked for")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+    class Library:
+        def ncclGetVersion(self, place):
+            place._obj.value = 23007
+
+    monkeypatch.setattr(probe.ctypes, "CDLL", lambda name, mode: Library())
+    assert probe.nccl_version() == (2, 30, 7)
+
+    def none(name, mode):
+        raise OSError("not loaded")
+
+    monkeypatch.setattr(probe.ctypes, "CDLL", none)
+    assert probe.nccl_version() == (2, 28, 9)
 
 
 def test_a_library_that_fails_in_any_way_is_an_answer(monkeypatch):
