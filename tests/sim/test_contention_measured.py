@@ -2,7 +2,7 @@
 
 Compute and communication are set to what was measured of each alone; what the simulator adds is the order, the overlap and
 the price of `sim.contention`. Rows: the first tries on two H200s (a layer of nothing but experts, eager) and the wide layer of
-docs/performance.md (captured graphs, 8192 tokens a rank, hidden 7168).
+docs/performance.md (captured graphs, 8192 tokens a rank, hidden 7168; "loaded": each sample behind its own load).
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ ROWS = (
     Row("layer 64", NCCL, 0, 2.526, 2.806, 1.915, 4.686, 4.411, 0.27, 0.38),
     Row("layer 128", NCCL, 0, 2.764, 3.096, 1.942, 4.937, 4.652, 0.23, 0.34),
     Row("layer 256", NCCL, 0, 3.241, 3.276, 1.988, 5.597, 5.119, 0.27, 0.37),
+    # Measured after the price was fixed.
+    Row("layer 512", V1, 20, 4.616, 5.094, 2.175, 7.060, 5.441, -0.11, -0.06),
+    Row("layer 512", NCCL, 0, 4.183, 4.442, 2.018, 6.630, 6.135, 0.16, 0.23),
+    Row("layer 256", V2, 8, 3.423, 3.726, 1.846, 5.172, 4.399, 0.05, 0.08),
+    Row("layer 256", V2, 16, 3.423, 3.726, 1.030, 4.247, 4.272, 0.05, 0.08),
+    Row("layer 256", V2, 24, 3.423, 3.726, 1.067, 4.229, 4.281, 0.05, 0.10),
+    Row("layer 64, loaded", COPIES, 0, 2.932, 3.027, 0.655, 3.491, 3.149, 0.00, 0.01),
+    Row("layer 128, loaded", COPIES, 0, 3.176, 3.343, 0.653, 3.739, 3.443, 0.00, 0.01),
+    Row("layer 256, loaded", COPIES, 0, 3.766, 3.943, 0.653, 4.292, 4.045, 0.01, 0.01),
+    Row("layer 512, loaded", COPIES, 0, 5.020, 5.158, 0.653, 5.425, 5.254, 0.03, 0.03),
 )
 
 
