@@ -203,11 +203,7 @@ def _recount_local_keys(parent: Parent, cut: Cut, value: Tensor | None) -> Tenso
         raise MetadataError(
             refusal("local key counts are counted anew for a slice", "give the metadata its layout", dcp_layout=None)
         )
-    seq_lens = parent.seq_lens[cut.requests] - _later_tokens(parent, cut)
-    round_tokens = layout.size * layout.interleave
-    whole = torch.div(seq_lens, round_tokens, rounding_mode="floor")
-    rest = seq_lens - whole * round_tokens
-    return whole * layout.interleave + (rest - layout.rank * layout.interleave).clamp(0, layout.interleave)
+    return layout.count_before(parent.seq_lens[cut.requests] - _later_tokens(parent, cut))
 
 
 _RULES: dict[str, Callable[[Parent, Cut, Any], Any]] = {

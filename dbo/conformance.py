@@ -183,18 +183,26 @@ def streams_and_tags_are_the_tasks_own(world: Any) -> None:
 
 
 def events_order_streams(world: Any) -> None:
-    """An event that was never recorded orders nothing; a wait refers to the last record made before it."""
+    """An event that was never recorded orders nothing; a wait refers to the last record made before it.
+
+    What `query` answers at once depends on how far the work is: yes or no. After a wait it is yes.
+    """
     never = world.event("never")
+    require(never.query() is True, "no work stands before an event that was never recorded")
     world.comm.wait_event(never)
     event = world.event("again")
     event.record(world.compute)
     event.wait(world.comm)
     event.record(world.compute)
     world.comm.wait_stream(world.compute)
-    require(world.compute.record_event().query() in (True, False), "query answers without waiting")
+    last = world.compute.record_event()
+    answer = last.query()
+    require(isinstance(answer, bool), f"query answers yes or no behind queued work: {answer!r}")
     world.comm.synchronize()
     event.synchronize()
-    require(event.query(), "an event that was waited for has happened")
+    require(event.query() is True, "an event that was waited for has happened")
+    last.synchronize()
+    require(last.query() is True, "an event that was queried first can be waited for")
 
 
 def host_collectives_add_and_gather(world: Any) -> None:

@@ -173,7 +173,14 @@ class TaskState(Protocol):
 
 
 class Recorder(Protocol):
-    """Writes host records; the world adds rank, line, time, step, ubatch and edges. See `dbo.trace` for the kinds."""
+    """Writes host records; the world adds rank, line, time, step, ubatch and edges. See `dbo.trace` for the kinds.
+
+    Attributes:
+        keeps: somebody will read them; where not, what is long need not be described.
+    """
+
+    @property
+    def keeps(self) -> bool: ...
 
     def host(self, kind: str, name: str = "", **attrs: Any) -> None: ...
 

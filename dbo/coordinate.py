@@ -156,22 +156,15 @@ def vote(config: VoteConfig, *, num_tokens: int, uniform_decode: bool, allowed: 
     return config.enable_dbo and allowed and num_tokens > 0 and num_tokens >= threshold
 
 
-def coordinate(group: Reducer, column: RankColumn, common: CommonConfig) -> Decision:
-    """Exchange columns and decide. Every rank calls it exactly once a step, idle or not, in the same order.
+def exchange(group: Reducer, column: RankColumn) -> np.ndarray:
+    """Fill in the table, int32 `[7, R]`: one SUM all-reduce of tables that are zero outside the own column.
+
+    Every rank calls it exactly once a step, idle or not, in the same order.
 
     Args:
         group: all ranks of the run; its `all_reduce` blocks until every rank has called.
         column: this rank's.
-
-    Raises:
-        StepDrift: the ranks are not in the same step; all of them raise it.
-        ValueError: as `decide`.
     """
-    return decide(exchange(group, column), common)
-
-
-def exchange(group: Reducer, column: RankColumn) -> np.ndarray:
-    """Fill in the table, int32 `[7, R]`: one SUM all-reduce of tables that are zero outside the own column."""
     table = np.zeros((NUM_ROWS, group.size), dtype=np.int32)
     table[:, group.rank] = column.to_array()
     return np.asarray(group.all_reduce(table, tag=column.step), dtype=np.int32)

@@ -86,7 +86,7 @@ class StepGraphs:
         self.staging: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def capture(self, context: ForwardContext, arguments: Mapping[str, Any], run: Callable[[], Any]) -> None:
-        """Warm up with `run` and capture it under the context's key. The output of a failed capture is nothing.
+        """Warm up with `run` and capture it under the context's key. A capture that fails keeps neither graph nor output.
 
         Raises:
             CaptureError: outside the capture phase, or the program did what a capture forbids.
@@ -100,9 +100,14 @@ class StepGraphs:
         graph = self.world.new_graph(str(key))
         with self.staging(str(key)), graph.capture():
             output = run()
-        self.world.trace.host("graph.put", str(key), key=asdict(key), program=_program(context))
+        self._tell("graph.put", context)
         metadata = [context.attn_metadata] if context.ubatch_slices is None else list(context.ubatch_metadata or ())
         self.steps[key] = CapturedStep(graph=graph, arguments=dict(arguments), metadata=metadata, output=output)
+
+    def _tell(self, kind: str, context: ForwardContext) -> None:
+        if self.world.trace.keeps:
+            key = context.graph_key
+            self.world.trace.host(kind, str(key), key=asdict(key), program=_program(context))
 
     def replay(self, context: ForwardContext, arguments: Mapping[str, Any]) -> Any:
         """Run the step of this context from its graph; the output is valid until the next replay of the same key.
@@ -111,7 +116,7 @@ class StepGraphs:
             CaptureError: no graph was captured for the key.
         """
         key = context.graph_key
-        self.world.trace.host("graph.get", str(key), key=asdict(key), program=_program(context))
+        self._tell("graph.get", context)
         step = self.steps.get(key)
         if step is None:
             rule = "a step that all ranks run as a graph has been captured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -68,15 +69,22 @@ def flags_of(request: CheckRequest) -> dict[str, Any]:
     return flags
 
 
+def scratch() -> Path:
+    """This user's folder for what is made again whenever it is missing: others of the machine have their own."""
+    folder = Path(tempfile.gettempdir()) / f"dbo-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def generated_folder(request: CheckRequest, progress: Progress) -> Path:
     """The generated model folder of this seed, made on first use; without weights, and so without torch, for ordering."""
     kind = "frame" if request.mode == "ordering" else f"model-{request.seed}"
-    folder = Path(tempfile.gettempdir()) / f"dbo-{kind}-v1"
+    folder = scratch() / f"{kind}-v1"
     if folder.is_dir():
         return folder
     progress.stage("generating the model folder")
     # Made aside and renamed, so that two processes at once, or one that is interrupted, leave a whole folder.
-    aside = Path(tempfile.mkdtemp(prefix="dbo-model-"))
+    aside = Path(tempfile.mkdtemp(prefix="model-", dir=scratch()))
     if request.mode == "ordering":
         from dbo.model.frame import write_frame
 

@@ -13,7 +13,7 @@ from dbo import registry
 from dbo.check.order import steady_order
 from dbo.compare import TOLERANCES, Comparison, Request, compare
 from dbo.config import DBOConfig
-from dbo.errors import UsageError
+from dbo.errors import PeerFailed, UsageError
 from dbo.main_job_types import Progress, Reference
 from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.runner import StepOutcome
@@ -87,6 +87,8 @@ def with_twins(
     progress.stage("running the halves of each step one after another")
     ranks = job.config.num_ranks
     serial = world.launch(RankMain(replace(job, serial=True)), ranks=ranks, **options)
+    if failed := first_error(serial.errors):
+        return replace(reference, twin_failed=f"the run of the halves one after another failed: {failed}")
     expected, found = by_request([value or [] for value in serial.values]), by_request(outcomes)
     equal = expected.keys() == found.keys() and all(
         found[id][0] == tokens and all(np.array_equal(a, b) for a, b in zip(found[id][1], logits, strict=True))
@@ -95,8 +97,22 @@ def with_twins(
     progress.stage("asking the simulator for the order")
     symbols = replace(job, config=job.config.replace(world="sim"), weights_of=None, keep_logits=False)
     simulated = registry.load("sim").launch(RankMain(symbols), ranks=ranks, mode="ordering")
+    if failed := first_error(simulated.errors):
+        return replace(reference, serial_equal=equal, twin_failed=f"the simulator's run failed: {failed}")
     same = steady_order_of(simulated.trace) == steady_order_of(trace)
     return replace(reference, serial_equal=equal, order_as_simulated=same)
+
+
+def first_error(errors: Sequence[BaseException | None]) -> str:
+    """The error that began it, in one line: not one of a rank that only lost its peer."""
+    found = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    first = next(((r, e) for r, e in found if not isinstance(e, PeerFailed)), found[0] if found else None)
+    if first is None:
+        return ""
+    rank, error = first
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"rank {rank} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def steady_order_of(trace: Trace) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ def result_of(
     verdict = report.verdict
     if request.world != "sim" and verdict.name == "proved":
         verdict = proved(synchronisation_only=True)  # a device's trace says nothing of the bytes that are touched
+    if verdict.good and reference.twin_failed:
+        verdict = inconclusive(reference.twin_failed)
     if verdict.good and reference.serial_equal is False:
         verdict = inconclusive("the logits differ from those of the serial halves, and no detector says why")
     if verdict.good and reference.order_as_simulated is False:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dbo.errors import NotAvailable, refusal
-from dbo.moe.nccl_ops import TorchRowOps
+from dbo.moe.row_ops import TorchRowOps
 
 
 class LocalStream:
@@ -77,6 +77,8 @@ class LocalTensors:
 
 class LocalRecorder:
     """Records nothing."""
+
+    keeps = False
 
     def host(self, kind: str, name: str = "", **attrs: Any) -> None:
         return None

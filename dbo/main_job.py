@@ -7,14 +7,12 @@ The defaults make a run in which some steps split and some do not, in a few seco
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from dbo import registry
 from dbo.check import judge
 from dbo.config import DBOConfig, Workload, effective, validate
-from dbo.errors import NotAvailable, PeerFailed, UsageError
+from dbo.errors import NotAvailable, UsageError
 from dbo.export.chrome import write_trace
 from dbo.job_inputs import (
     SIM_CAPABILITIES,
@@ -25,10 +23,11 @@ from dbo.job_inputs import (
     prompts_of,
     replay_line,
     schedule_of,
+    scratch,
     shape_of,
     spread,
 )
-from dbo.job_reference import note_reference, reference_of, with_twins
+from dbo.job_reference import first_error, note_reference, reference_of, with_twins
 from dbo.job_report import result_of, step_reports
 from dbo.main_job_types import CheckRequest, CheckResult, Progress
 from dbo.model.config import load_model_config
@@ -78,9 +77,11 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         "backend": config.all2all_backend, "schedule": to_text(schedule), "ubatches": config.num_ubatches,
         "seed": request.seed, "config": effective(config),
     }  # fmt: skip
-    if not launched.trace.meta.get("complete", False) and (cut := _first_error(launched.errors)):
+    if not launched.trace.meta.get("complete", False) and (cut := first_error(launched.errors)):
         launched.trace.meta["why_cut"] = cut
     outcomes = [value or [] for value in launched.values]
+    if launched.trace.meta.get("complete", False) and any(len(rank) >= job.most_steps for rank in outcomes):
+        launched.trace.meta |= {"complete": False, "why_cut": f"requests are left after {job.most_steps} steps"}
     _raise_usage(launched.errors, request)
     steps = step_reports(outcomes)
     for step in steps:
@@ -99,23 +100,11 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     if machine:
         reference = with_twins(job, world, options, outcomes, launched.trace, reference, progress)
     replay = replay_line(request)
-    path = request.trace or Path(tempfile.gettempdir()) / f"dbo-check-{request.seed}.json"
+    path = request.trace or scratch() / f"check-{request.seed}.json"
     write_trace(launched.trace, path)
     return result_of(
         request, config, folder, schedule, launched.trace, report, steps, reference, replay, path, warnings
     )
-
-
-def _first_error(errors: Sequence[BaseException | None]) -> str:
-    """The error that began it, in one line: not one of a rank that only lost its peer."""
-    found = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-    first = next(((r, e) for r, e in found if not isinstance(e, PeerFailed)), found[0] if found else None)
-    if first is None:
-        return ""
-    rank, error = first
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"rank {rank} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _raise_usage(errors: Sequence[BaseException | None], request: CheckRequest) -> None:

@@ -151,6 +151,7 @@ class Reference:
         ties: requests that left the reference's text where its own margin is below the dtype's.
         serial_equal: the same run with the halves of each step one after another, bit for bit.
         order_as_simulated: the steady order is the one that the simulator gives.
+        twin_failed: why one of these two runs gave nothing to compare with.
     """
 
     tokens_equal: bool | None
@@ -159,6 +160,7 @@ class Reference:
     ties: int = 0
     serial_equal: bool | None = None
     order_as_simulated: bool | None = None
+    twin_failed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,10 @@ class FolderWeights:
         )
 
 
+SPARE_STEPS = 1000
+"""Steps beyond those that requests need: for some that fail and are made again. A run whose every step fails ends, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
     """What every rank runs. It is a value and can be pickled, so that a world may run ranks in processes of their own.
@@ -77,7 +81,7 @@ class RankJob:
         program_of: rank -> its program.
         keep_logits: keep rows of logits in the outcomes.
         serial: run split steps one ubatch after another.
-        max_steps: stop after so many steps even if requests are left.
+        max_steps: stop after so many steps even if requests are left; 0: after more than they can need.
     """
 
     config: DBOConfig
@@ -88,7 +92,13 @@ class RankJob:
     program_of: Callable[[int], Program] = field(default_factory=CleanPrograms)
     keep_logits: bool = False
     serial: bool = False
-    max_steps: int = 1000
+    max_steps: int = 0
+
+    @property
+    def most_steps(self) -> int:
+        """Steps after which the run ends. Each step brings some replica's request a token on, unless it fails."""
+        needed = [sum(len(r.prompt_token_ids) + r.max_new_tokens for r in replica) for replica in self.requests]
+        return self.max_steps or SPARE_STEPS + max(needed, default=0)
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
             Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
         )
     outcomes: list[StepOutcome] = []
-    while len(outcomes) < job.max_steps:
+    while len(outcomes) < job.most_steps:
         outcome = runner.step()
         outcomes.append(outcome)
         if outcome.all_idle:
@@ -211,6 +221,11 @@ def make_prepare_finalize(
             world, world.high_throughput, num_experts=num_experts, worst_case=worst_case, comm_sms=comm_sms
         )
     if config.all2all_backend == "deepep_v2":
+        world.elastic.reserve(
+            tokens=config.max_num_batched_tokens,
+            hidden=model_config.hidden_size,
+            num_topk=model_config.num_experts_per_tok,
+        )
         return DeepEPV2PrepareAndFinalize(
             world,
             world.elastic,

@@ -31,6 +31,9 @@ DCP_BENCH_DEVICE = "gpu.dcp_bench"
 MOE_BENCH = "gpu.bench_moe"
 LAYER_KERNELS = {"cuda": "gpu.layer:LAYER"}
 
+_EXTRAS = {"torch": "torch", "safetensors": "torch", "triton": "kernels", "hypothesis": "test"}
+"""Which extra of the distribution brings an import name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorldEntry:
@@ -80,7 +83,8 @@ def load(name: str) -> WorldEntry:
         UsageError: no world has this name; the message lists the choices.
         NotAvailable: this build or machine does not have it, or another package answers to its import name.
     """
-    return WorldEntry(name=name, launch=_resolve(_target(WORLDS, name), name))
+    noun = "a world"
+    return WorldEntry(name=name, launch=_load(_choice(WORLDS, name, f"--world names {noun}"), noun))
 
 
 def faults(world: str) -> Sequence[FaultInfo]:
@@ -90,7 +94,8 @@ def faults(world: str) -> Sequence[FaultInfo]:
         UsageError: the world has no catalogue of faults; the message lists those that have one.
         NotAvailable: as for `load`.
     """
-    catalogue: Sequence[FaultInfo] = _resolve(_target(FAULTS, world), world)()
+    noun = "a world with a catalogue of faults"
+    catalogue: Sequence[FaultInfo] = _load(_choice(FAULTS, world, f"--inject needs {noun}"), noun)()
     return catalogue
 
 
@@ -98,9 +103,11 @@ def benchmarks(world: str) -> Sequence[Benchmark]:
     """What `dbo bench` times in `world`.
 
     Raises:
-        UsageError, NotAvailable: as for `faults`.
+        UsageError: the world has no benchmarks; the message lists those that have some.
+        NotAvailable: as for `load`.
     """
-    found: Sequence[Benchmark] = _resolve(_target(BENCHMARKS, world), world)()
+    noun = "a world with benchmarks"
+    found: Sequence[Benchmark] = _load(_choice(BENCHMARKS, world, f"dbo bench times {noun}"), noun)()
     return found
 
 
@@ -108,27 +115,18 @@ def dcp_bench_device() -> Any:
     """The module that gives `dbo bench dcp` kernels, graphs and the direct path on CUDA devices.
 
     Raises:
-        NotAvailable: it cannot be loaded here.
+        NotAvailable: as for `load`.
     """
-    try:
-        return importlib.import_module(DCP_BENCH_DEVICE)
-    except ImportError as error:
-        rule = "the exchange on a device needs its kernels"
-        raise NotAvailable(refusal(rule, "install the extra `kernels`, or pass --device cpu", error=error)) from error
+    return _load(DCP_BENCH_DEVICE, "the DCP exchange on devices", instead="pass --device cpu")
 
 
 def moe_bench() -> ModuleType:
     """What `dbo bench moe` measures with: `cuda_devices()` and `measure(bench)`.
 
     Raises:
-        NotAvailable: torch or another part of it is missing here.
+        NotAvailable: as for `load`.
     """
-    _refuse_foreign(MOE_BENCH.partition(".")[0])
-    try:
-        return importlib.import_module(MOE_BENCH)
-    except ImportError as error:
-        rule = "the layers of this benchmark are real ones"
-        raise NotAvailable(refusal(rule, "install the extra `torch`", error=error)) from error
+    return _load(MOE_BENCH, "the benchmark of MoE layers")
 
 
 def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:
@@ -140,7 +138,7 @@ def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:
         UsageError, NotAvailable: the world takes no devices, or this machine has too few of them.
     """
     if world in MACHINES:
-        return _resolve(MACHINES[world], world)(device=device, ranks=ranks, share_device=share_device)
+        return _load(MACHINES[world], "a world with devices")(device=device, ranks=ranks, share_device=share_device)
     if device != "auto" or share_device:
         raise UsageError(refusal("only world gpu takes devices", "drop --device and --share-device", world=world))
     return None
@@ -155,7 +153,7 @@ def layer_kernels(device_type: str) -> Any:
     if device_type not in LAYER_KERNELS or importlib.util.find_spec("triton") is None:
         return None
     try:
-        return _resolve(LAYER_KERNELS[device_type], device_type)
+        return _load(LAYER_KERNELS[device_type], "a layer of fused kernels")
     except NotAvailable:
         return None
 
@@ -166,39 +164,50 @@ def fuzzer() -> ModuleType:
     Raises:
         NotAvailable: as for `load`.
     """
-    _refuse_foreign(FUZZER.partition(".")[0])
-    return importlib.import_module(FUZZER)
+    return _load(FUZZER, "the fuzzer")
 
 
-def _target(table: dict[str, str], name: str) -> str:
+def _choice(table: dict[str, str], name: str, rule: str) -> str:
     if name not in table:
-        what = "a world" if table is WORLDS else "a world with a catalogue of faults"
-        raise UsageError(refusal(f"--world names {what}", f"choose one of {', '.join(sorted(table))}", world=name))
+        raise UsageError(refusal(rule, f"choose one of {', '.join(sorted(table))}", world=name))
     return table[name]
 
 
-def _resolve(target: str, world: str) -> Callable[..., Any]:
+def _load(target: str, noun: str, *, instead: str = "") -> Any:
+    """The module "a.b", or what "a.b:c" names in it.
+
+    Args:
+        noun: who needs it, for refusals.
+        instead: what else the user can do.
+
+    Raises:
+        NotAvailable: as for `load`.
+    """
     module_name, _, attribute = target.partition(":")
     package = module_name.partition(".")[0]
-    _refuse_foreign(package)
+    _refuse_foreign(package, noun)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
-        # A module of the world itself is a build without that world; anything else is a dependency to install.
-        fix = "this build does not have it" if missing.partition(".")[0] == package else f"install {missing}"
-        raise NotAvailable(refusal("a world needs its modules", fix, world=world, missing=missing)) from error
-    resolved: Callable[..., Any] = getattr(module, attribute)
-    return resolved
+        fix = _fix(missing, package) + (f", or {instead}" if instead else "")
+        raise NotAvailable(refusal(f"{noun} needs its modules", fix, module=module_name, missing=missing)) from error
+    return getattr(module, attribute) if attribute else module
 
 
-def _refuse_foreign(package: str) -> None:
+def _fix(missing: str, package: str) -> str:
+    name = missing.partition(".")[0]
+    if name in ("dbo", package):  # a build without that part
+        return "this build does not have it"
+    return f"install the extra `{_EXTRAS[name]}`" if name in _EXTRAS else f"install {missing}"
+
+
+def _refuse_foreign(package: str, noun: str) -> None:
     here = Path(__file__).resolve().parent
     found = _location(package)
     if found is None:
-        raise NotAvailable(
-            refusal("a world lies beside dbo", "install the whole distribution", missing=package, dbo=here)
-        )
+        rule = f"{noun} lies beside dbo"
+        raise NotAvailable(refusal(rule, "install the whole distribution", missing=package, dbo=here))
     if found.parent != here.parent:
         raise NotAvailable(
             refusal(

@@ -130,6 +130,8 @@ class GPUModelRunner:
             live_threads=self.wrapper.live_threads,
         )  # fmt: skip
         self.world.fail(error)
+        if not isinstance(first, Exception):  # Ctrl-C and the like end the run, not the step
+            raise first
         self.scheduler.discard()
         self.next_step = self.world.recover(step)
         return StepOutcome(step=step, error=error)
@@ -138,14 +140,16 @@ class GPUModelRunner:
         column = self._column(step, batch)
         table = self.program.exchange(self.world.control, column)
         decision: Decision = self.program.decide(table, self.config)
-        self.world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict())
+        if self.world.trace.keeps:
+            self.world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict())
         if decision.all_idle:
             return StepOutcome(step=step, decision=decision, column=column)
         inputs = self._inputs(batch, decision)
         context = self._forward_context(step, [r.query_len for r in batch.requests], decision, inputs)
         hidden = self._forward(context, inputs)
         tokens, logits = self._sample(batch, inputs, hidden)
-        self.scheduler.update(tokens) if batch.requests else None
+        if batch.requests:
+            self.scheduler.update(tokens)
         slices = tuple((s.token_slice.start, s.token_slice.stop) for s in context.ubatch_slices or ())
         return StepOutcome(step=step, decision=decision, column=column, slices=slices, tokens=tokens, logits=logits)
 
@@ -199,7 +203,7 @@ class GPUModelRunner:
         )
         parts = [plan] if padded is None else [self.program.slice_plan(plan, piece) for piece in padded]
         self.world.trace.host("use", what="rows", slot="forward", size=max(p.num_tokens_padded for p in parts))
-        if padded is not None:
+        if padded is not None and self.world.trace.keeps:
             self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
         if decision.cudagraph_mode == "FULL":
             query_len = decision.uniform_query_len

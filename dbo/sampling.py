@@ -108,12 +108,6 @@ def uniform(seed: int, request_id: str, output_index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def top_margin(logits_NV: np.ndarray) -> np.ndarray:
-    """Largest minus second largest logit of each row, [N]: how far a greedy choice is from turning over."""
-    top_two_N2 = np.partition(logits_NV, -2, axis=-1)[..., -2:]
-    return top_two_N2[..., 1] - top_two_N2[..., 0]
-
-
 def _candidates(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Token ids that top-k and top-p keep, most probable first, and their probabilities (float64, sum 1)."""
     kept = np.argsort(-logits_V, kind="stable")

@@ -140,15 +140,6 @@ class WorkspaceManager:
         if self._recorder is not None:
             self._recorder.host("lock", what="workspace")
 
-    @property
-    def is_locked(self) -> bool:
-        return self._locked
-
-    def slot_bytes(self, slot: Slot) -> int:
-        """Present size of a slot, 0 before its first use."""
-        storage = self._slots.get(slot)
-        return 0 if storage is None else storage.raw.numel()
-
     def generation(self, slot: Slot) -> int:
         """How often the slot was allocated; an address taken at another generation is stale."""
         storage = self._slots.get(slot)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dbo.contract import World
+from dbo.contract import TaskState, World
 from dbo.dcp.interface import rows_of_peer
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
 from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
@@ -141,7 +141,7 @@ class UBatchWrapper:
         state = self.world.task_state()
         for index, worker in enumerate(workers):
             self._at_work.add(index)
-            worker.submit(lambda i=index: state.run(self._ubatch, ring, contexts[i], arguments[i], outputs))
+            worker.submit(lambda i=index: self._work(state, ring, contexts[i], arguments[i], outputs))
         try:
             contexts[0].ready_barrier.wait()
         except RingError:
@@ -154,6 +154,19 @@ class UBatchWrapper:
         if ring.error is not None:
             raise UBatchError(rank=self.world.rank, ubatch=ring.error_ubatch, cause=ring.error)
         return outputs
+
+    def _work(
+        self, state: TaskState, ring: Ring, context: UBatchContext, arguments: dict[str, Any], outputs: list[Any]
+    ) -> None:
+        """What a worker does: the ubatch, under what the step's caller has set. Never raises, as `_ubatch`."""
+        try:
+            state.run(self._ubatch, ring, context, arguments, outputs)
+        except Unwinding:
+            return
+        except BaseException as error:  # what the caller has set cannot be set here: the ubatch has not begun
+            ring.fail(context.index, error)
+            context.ready_barrier.abort()
+            self._at_work.discard(context.index)
 
     def _ubatch(self, ring: Ring, context: UBatchContext, arguments: dict[str, Any], outputs: list[Any]) -> None:
         """One ubatch's share of the step, in its own thread. Never raises: the ring holds the error."""

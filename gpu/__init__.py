@@ -11,9 +11,10 @@ dcp_group  a DCP group of ranks; `dcp_direct`: its exchange without a collective
 layer      the fused kernels of a layer, in `kernels` and `attention`
 graph      full CUDA graphs of a step; `stamp` times their points
 probe      what a machine has and lacks
-check      `python -m gpu.check`, also under torchrun: the conformance suite, the main job, planted faults, long runs
+check      `python -m gpu.check`, also under torchrun: the conformance suite, the main job, `planted_faults`, long runs
+linearity  whether a run's trace has the order that its schedule promises
 dcp_check  the DCP kernels and exchange on one device; `dcp_devices`: on several; `dcp_model`: the model with a group
-bench_*    what `dbo bench` times here: `moe` over `recorded` exchanges, a `layer`, the DCP exchange (`dcp_bench`)
+bench_*    what `dbo bench` times here: `moe` with its `tape` of exchanges, a `layer`, the DCP exchange (`dcp_bench`)
 profiled   a run under torch.profiler; `ranges` names what it sees
 
 Importing the package loads nothing heavy.

@@ -27,7 +27,7 @@ from dbo.moe.side_stream import SideStream
 from dbo.schedule import Schedule
 from dbo.wrapper import UBatchWrapper
 from gpu.bench_moe_batch import Batch
-from gpu.recorded import Recorded, Tape, exchange_again
+from gpu.bench_moe_tape import Recorded, Tape, exchange_again
 
 ROUTED_SCALE = 4.0
 """Of the experts' last products: the gate's weights are small, and a wrong exchange must show beside the residual."""

@@ -36,8 +36,8 @@ WAITING = frozenset((BATON, BARRIER, JOIN, COLLECTIVE, DEVICE))
 _HEAD = struct.Struct("<4sI56x")
 _RANK = struct.Struct("<ii")
 _FOUND = struct.Struct("<iiii16s32s160s")
-_LINE = struct.Struct("<QiiiiiI16s48s16sii16s")
-_ENTRY = struct.Struct("<iiii16s32s")
+_LINE = struct.Struct("<QiiiiiI16s48s16sqi16s")
+_ENTRY = struct.Struct("<qiii16s32s")
 _MAGIC = b"dbo1"
 _STATE_AT = struct.calcsize("<Qiiiii")
 

@@ -33,7 +33,7 @@ from dbo.model.generator import generate_model_folder
 from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.schedule import load_schedule, to_text
 from gpu import probe
-from gpu.linear import linearity
+from gpu.linearity import linearity
 from gpu.world import Launched, launch
 
 BACKENDS = ("nccl", "deepep_low_latency")

@@ -85,6 +85,8 @@ class CudaGraph:
     def replay(self, real_tokens: Sequence[int] = ()) -> None:
         """Launch it again on the current stream. No other thread wakes, and the host waits for nothing.
 
+        With a trace it waits once: for the replay before, whose times are about to be overwritten.
+
         Raises:
             CaptureError: nothing was captured.
         """

@@ -86,7 +86,7 @@ def main(spec: RankSpec) -> None:
     rows = watched.rank(spec.rank)
     rows.set_state(board.RUNNING, os.getpid())
     rows.mark("started")
-    left = run(spec, watched, store=dist.FileStore(str(spec.folder / "store"), spec.ranks))
+    left = transport.sendable_left(run(spec, watched, store=dist.FileStore(str(spec.folder / "store"), spec.ranks)))
     transport.write(spec.left_at("out"), left)
     rows.set_state(board.ENDED if left.error is None else board.FAILED, os.getpid())
     if left.error is None:

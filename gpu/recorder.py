@@ -27,6 +27,9 @@ Stamp = Any
 QUIET_POINTS = frozenset(("", "D.send", "D.recv", "C.send", "C.recv", "S", "copy"))
 """Points where the model itself may launch nothing: the backend, or who runs the shared experts, says that it does."""
 
+_UNKEPT = Record(0, -1, "", "", "")
+"""Stands for device work of which no record is kept."""
+
 _ENDS_A_VISIT = frozenset(("yield", "ubatch.exit", "step.end", "error", "join"))
 
 
@@ -65,7 +68,19 @@ class Replayed(NamedTuple):
 
 @dataclass(eq=False)
 class HostTask:
-    """One host line: where it stands, and what its next record comes after."""
+    """One host line: where it stands, and what its next record comes after.
+
+    Attributes:
+        line: "main", "u0" and so on. row: its place on the board; lines beyond the last one share that.
+        stream: current on it.
+        tags: step, layer, ubatch and point whose work it does.
+        last: id of its last record. after: of others that its next record comes after, too.
+        visit: the stretch of device work that it is launching.
+        real_tokens: of the ubatch whose work it does.
+        yields, played: of that ubatch, and what the schedule has passed.
+        range: of a profiler, open until its next point.
+        own: (layer, point) where it stands in its own program, also while it runs another ubatch's hook.
+    """
 
     line: str
     stream: Any
@@ -76,13 +91,11 @@ class HostTask:
     real_tokens: int = 0
     yields: int = 0
     played: int = 0
-
     range: Any = None
     own: tuple[int, str] = (-1, "")
     row: int = -1
 
     def __post_init__(self) -> None:
-        # Its row on the board; lines beyond the last row share it.
         known = board.LINES.index(self.line) if self.line in board.LINES else len(board.LINES)
         self.row = min(known, len(board.LINES) - 1)
 
@@ -214,7 +227,7 @@ class Recorder:
     def launches(self) -> None:
         """The calling line is about to launch work at its point: a visit begins, unless one is open."""
         task = self.task
-        if task.visit is None and task.tags[3]:
+        if task.visit is None and task.tags[3] and self.keeps:
             task.visit = self._device("op", task.tags[3], task)
 
     def end_visit(self, task: HostTask) -> None:
@@ -352,6 +365,8 @@ class Recorder:
         self, kind: str, name: str, task: HostTask, attrs: dict[str, Any] | None = None, after: tuple[int, ...] = (),
         stream: Any = None,
     ) -> Record:  # fmt: skip
+        if not self.keeps:
+            return _UNKEPT
         stream = stream or task.stream
         step, layer, ubatch, point = task.tags
         issuer = (task.last,) if task.last >= 0 else ()
@@ -359,9 +374,8 @@ class Recorder:
             next(self._ids), self.rank, stream.name, kind, name, step=step, layer=layer, ubatch=ubatch, point=point,
             after=(*issuer, *task.after, *after), attrs=attrs or {},
         )  # fmt: skip
-        if self.keeps:
-            times = self._times if self.capture is None else self.capture.times
-            times[record.id] = Time(stream, self._stamp(stream))
+        times = self._times if self.capture is None else self.capture.times
+        times[record.id] = Time(stream, self._stamp(stream))
         return record
 
     def _end(self, record: Record) -> None:

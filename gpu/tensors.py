@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dbo import registry
-from dbo.moe.nccl_ops import TorchRowOps
+from dbo.moe.row_ops import TorchRowOps
 from dbo.moe.symm_copy_ops import TorchCopyRows
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dbo.errors import UsageError, refusal
 from gpu import board
 from gpu.process import Left, RankSpec, pick_device, run
-from gpu.transport import dumps
+from gpu.transport import dumps, sendable_left
 
 _RUNS = 0
 
@@ -48,7 +48,7 @@ def launch_here(
     watched = board.Board.open(folder / "board")
     watched.rank(rank).set_state(board.RUNNING, os.getpid())
     dist.barrier()
-    left = run(spec, watched, store=None)
+    left = sendable_left(run(spec, watched, store=None))
     watched.rank(rank).set_state(board.ENDED if left.error is None else board.FAILED, os.getpid())
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, dumps(left))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import DBOError
+from dbo.errors import DBOError, refusal
 
 
 class RankError(DBOError):
@@ -53,6 +54,17 @@ def sendable(error: BaseException) -> BaseException:
     except Exception:
         return RankError(f"{type(error).__name__}: {error}")
     return error
+
+
+def sendable_left(left: Any) -> Any:
+    """What a rank leaves (`gpu.process.Left`), or the same with an error in place of a value that cannot be sent."""
+    try:
+        dumps(left)
+    except Exception as error:
+        rule = "what a rank's program returns is pickled for the launcher"
+        why = refusal(rule, "return values of importable types", type=type(left.value).__name__, error=error)
+        return replace(left, value=None, error=left.error or RankError(why))
+    return left
 
 
 def write(path: Path, value: Any) -> None:

@@ -100,6 +100,7 @@ class Scheduler:
         self.ready: list[Task] = []
         self.current: Task | None = None
         self.switches = 0
+        self.interrupted: BaseException | None = None
         self._canonical = type(self.strategy) is Canonical
         self._vehicle: Any = _Threads(self) if vehicle == "thread" else _Greenlets(self)
 
@@ -144,7 +145,7 @@ class Scheduler:
 
     def pick(self) -> Task | None:
         """The next task to run, or None when none is ready."""
-        if not self.ready:
+        if not self.ready or self.interrupted is not None:
             return None
         index = 0 if self._canonical else self.strategy.choose(self.ready)
         task = self.ready.pop(index)
@@ -153,9 +154,15 @@ class Scheduler:
         return task
 
     def run(self) -> None:
-        """Run to the end. Errors of tasks stay in `task.error`."""
+        """Run to the end. Errors of tasks stay in `task.error`, but for what is meant for the whole process.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a task raised it; the others stay where they are.
+        """
         while True:
             task = self.pick()
+            if self.interrupted is not None:
+                raise self.interrupted
             if task is not None:
                 self._vehicle.enter(task)
                 self.current = None
@@ -182,6 +189,8 @@ class Scheduler:
             task.error = task.error or killed
         except BaseException as error:  # a task's error belongs to whoever reads `task.error`
             task.error = error
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                self.interrupted = error
         finally:
             task.done = True
             # The work closes over the rank's world; keep no cycle alive through a finished task.

@@ -208,7 +208,7 @@ class SimWorld:
         self.trace = SimRecorder(self)
         self.device: Any = None
         if self.mode == "numeric":
-            from dbo.moe.nccl_ops import TorchRowOps
+            from dbo.moe.row_ops import TorchRowOps
             from sim.alltoall.copy_numeric import FusedCopyRows, NumericCopyPayload
             from sim.alltoall.flat_numeric import NumericFlatPayload
             from sim.alltoall.numeric_payload import NumericPayload
@@ -371,6 +371,8 @@ class SimHost:
 
 class SimRecorder:
     """Host records of one rank."""
+
+    keeps = True
 
     def __init__(self, world: SimWorld) -> None:
         self._world = world

@@ -144,6 +144,8 @@ def _reference(reference: Reference) -> str:
     )
     ties = f" ({reference.ties} requests part at a tie of the reference)" if reference.ties else ""
     lines = [f"reference: greedy tokens {equal} the same model unsplit on one rank{ties}{error}"]
+    if reference.twin_failed:
+        lines.append(reference.twin_failed)
     if reference.serial_equal is not None:
         bits = "bit-equal to" if reference.serial_equal else "NOT bit-equal to"
         lines.append(f"serial twin: logits {bits} the same halves one after another")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,19 +215,3 @@ def refuse_not_now(options: Mapping[str, Any]) -> None:
         for name in (entry.field, entry.flag):
             if name in options and options[name] not in entry.neutral:
                 raise ConfigError(refusal(f"{entry.what}: not now", entry.instead, **{name: options[name]}))
-
-
-def refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse names that are no option at all.
-
-    Raises:
-        ConfigError: the first one, with the nearest option there is; or one of `NOT_NOW`.
-    """
-    refuse_not_now(options)
-    passed = {entry.field for entry in NOT_NOW} | {entry.flag for entry in NOT_NOW}
-    for name, value in options.items():
-        if name in known or name in passed:
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else "drop it"
-        raise ConfigError(refusal("every option has a name of its own", fix, **{name: value}))

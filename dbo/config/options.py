@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dbo.config import capacity, facts
 from dbo.errors import ConfigError, refusal
-
-if TYPE_CHECKING:
-    from dbo.config.facts import DeviceLimits, ModelShape, Workload
 
 _DERIVE: Any = None
 """Default of a field whose value follows from the others; it is never seen after construction."""
@@ -28,7 +25,8 @@ DBO_ONLY_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DBOConfig:
-    """The options of one run, equal on all ranks. Construction derives defaults; `validate` refuses what cannot work.
+    """The options of one run, equal on all ranks. Construction derives defaults; `dbo.config.rules` refuses what
+    cannot work.
 
     Fields given as None take a value that follows from the others. Use `replace` of this class, not of `dataclasses`:
     it derives anew what the caller never chose.
@@ -148,41 +146,6 @@ class DBOConfig:
     def without_dbo(self) -> DBOConfig:
         """The same run, never split: the baseline to compare with."""
         return self.replace(enable_dbo=False, **dict.fromkeys(DBO_ONLY_FIELDS))
-
-    def validate(
-        self,
-        model: ModelShape,
-        device: DeviceLimits | None = None,
-        capabilities: Collection[str] = (),
-        *,
-        workload: Workload | None = None,
-    ) -> list[str]:
-        """Refuse what cannot work; see `dbo.config.rules.validate`."""
-        from dbo.config.rules import validate
-
-        return validate(self, model, device, capabilities, workload=workload)
-
-    def effective(self) -> dict[str, Any]:
-        """What all ranks must agree on; see `dbo.config.agreement.effective`."""
-        from dbo.config.agreement import effective
-
-        return effective(self)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> DBOConfig:
-        """Build from field names and values, as a command line or a file gives them.
-
-        Options that are None count as not given.
-
-        Raises:
-            ConfigError: a name that is no option, or one that asks for something that is not built.
-        """
-        from dbo.config.flags import refuse_unknown
-
-        given = {name: value for name, value in options.items() if value is not None}
-        known = frozenset(f.name for f in dataclasses.fields(cls) if f.init)
-        refuse_unknown(given, known)
-        return cls(**{name: value for name, value in given.items() if name in known})
 
     @property
     def _splits(self) -> bool:

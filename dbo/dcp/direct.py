@@ -71,7 +71,7 @@ def num_tiles(num_rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectLayout:
-    """Where things lie in a region. Equal on all ranks.
+    """Where things lie in a region: flags first, then LSE, then partial outputs. Equal on all ranks.
 
     Attributes:
         world_size: C.
@@ -87,10 +87,6 @@ class DirectLayout:
     def max_tiles(self) -> int:
         """Flags for each source: more than any shape within the capacity can ask for."""
         return max(2 * _TILES_WANTED, -(-self.max_rows // MIN_TILE_ROWS))
-
-    @property
-    def flags_offset(self) -> int:
-        return 0
 
     @property
     def lse_offset(self) -> int:

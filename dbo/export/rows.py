@@ -1,24 +1,16 @@
-"""Timelines in text: one steady layer as two rows, drawn as schedules are drawn, and a plain list of a rank."""
+"""Timelines: the spans of one steady layer, in two rows, and a plain list of a rank's records in text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from dbo.check.order import steady_records, steady_window
+from dbo.check.order import steady_window
 from dbo.check.overlap import is_communication
 from dbo.trace import Record, Trace
 
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A stretch of the layer in which the same exchanges are under way: what computes, what communicates."""
-
-    comp: tuple[str, ...]
-    comm: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,59 +22,12 @@ class Span:
     end_us: float
 
 
-def draw_layer(trace: Trace, rank: int = 0) -> tuple[str, str]:
-    """The Comp and the Comm row of a steady layer, by issue order, for example:
-
-        Comp: |-A0₀-A1₀-||-MLP₁-||-S₁-MLP₀-||-S₀-A0₁-A1₁-|
-        Comm: |----D₁---||--D₀--||----C₁---||-----C₀-----|
+def layer_spans(trace: Trace, rank: int = 0) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """The steady layer's compute and communication by time: spans of the Comp and of the Comm row.
 
     Raises:
         UsageError: no split step with two MoE layers.
     """
-    return draw(cells(steady_records(trace, rank)))
-
-
-def cells(records: Sequence[Record]) -> list[Cell]:
-    """Cut an issue order where an exchange begins (X.send) or ends (X.recv); stretches without compute are left out."""
-    under_way: list[str] = []
-    comp: list[str] = []
-    found: list[Cell] = []
-
-    def close() -> None:
-        if comp:
-            found.append(Cell(comp=tuple(comp), comm=tuple(under_way)))
-            comp.clear()
-
-    for record in records:
-        head, _, half = record.point.partition(".")
-        name = head + str(record.ubatch).translate(_SUBSCRIPTS)
-        if half == "send":
-            close()
-            under_way.append(name)
-        elif half == "recv":
-            close()
-            if name in under_way:
-                under_way.remove(name)
-        else:
-            comp.append(name + (f".{half}" if half else ""))
-    close()
-    return found
-
-
-def draw(layer: Sequence[Cell]) -> tuple[str, str]:
-    """Two rows of equal width, one box a cell."""
-    comp_row, comm_row = "Comp: ", "Comm: "
-    for cell in layer:
-        comp, comm = f"-{'-'.join(cell.comp)}-", "+".join(cell.comm)
-        width = max(len(comp), len(comm) + 2)
-        left = (width - len(comm) + 1) // 2 if comm else 0
-        comp_row += f"|{comp.ljust(width, '-')}|"
-        comm_row += f"|{comm.rjust(left + len(comm), '-').ljust(width, '-')}|"
-    return comp_row, comm_row
-
-
-def layer_spans(trace: Trace, rank: int = 0) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """The steady layer's compute and communication by time: spans of the Comp and of the Comm row."""
     comp: list[Span] = []
     comm: list[Span] = []
     for record in steady_window(trace, rank):

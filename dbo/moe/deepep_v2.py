@@ -20,7 +20,7 @@ from dbo.ubatch import dbo_enabled
 
 
 class ValidRows(Protocol):
-    """The device work after a dispatch without counts on the host. Torch: `dbo.moe.nccl_ops`; ordering: `sim.symbols`."""
+    """The device work after a dispatch without counts on the host. Torch: `dbo.moe.row_ops`; ordering: `sim.symbols`."""
 
     def keep_ids(self, ids: Any, ends: Any) -> Any:
         """`[N, K]` ids with -1 in the rows from `ends[-1]` on, where `ends` `[R]` int32 is a running count."""

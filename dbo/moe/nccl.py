@@ -16,7 +16,7 @@ from dbo.moe.interface import ExpertInputs, Receiver
 
 
 class RowOps(Protocol):
-    """The device work around the exchange. Torch: `dbo.moe.nccl_ops`; ordering mode: `sim.symbols`.
+    """The device work around the exchange. Torch: `dbo.moe.row_ops`; ordering mode: `sim.symbols`.
 
     T_r rows of rank r, N = sum of T_r, R ranks, L local experts.
     """

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dbo.errors import CaptureError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable, refusal
 from gpu.group import Exchanges
 from gpu.probe import DEEPEP_V2, V2_NCCL, deep_ep_version, nccl_version
 
@@ -22,9 +22,21 @@ if TYPE_CHECKING:
 
 NAME = "deepep_v2"
 LEAST_TOKENS = 4096
-"""Tokens a rank that a buffer has room for, whatever the first call brings: there is one a process."""
+"""Tokens a rank that a buffer has room for at least: there is one a process, and small runs one after another share it."""
 
-_KEPT: dict[str, Any] = {}
+
+class Room(NamedTuple):
+    """What a buffer has room for: tokens a rank, elements of a row, experts a token."""
+
+    tokens: int
+    hidden: int
+    num_topk: int
+
+    def holds(self, other: Room) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+_KEPT: dict[str, tuple[Any, Room]] = {}
 
 
 def load() -> Any:
@@ -47,7 +59,7 @@ def load() -> Any:
 
 
 class DeepEPElastic:
-    """`deep_ep.ElasticBuffer`, made with the first dispatch; every method is the library's."""
+    """`deep_ep.ElasticBuffer`, one a process; `dispatch` and `combine` are the library's."""
 
     def __init__(self, world: GpuWorld, process_group: Any) -> None:
         if process_group is None:
@@ -58,29 +70,29 @@ class DeepEPElastic:
         self.process_group = process_group
         self._exchanges = Exchanges(world, NAME)
 
-    def buffer_for(self, tokens: int, hidden: int, num_topk: int) -> Any:
-        """The process's buffer; a collective call when there is none yet, or only a smaller one.
-
-        Raises:
-            CaptureError: it would have to be made inside a capture.
-        """
-        buffer, made_for = _KEPT.get(NAME, (None, (LEAST_TOKENS, 0, 0)))
-        asked = tuple(max(pair) for pair in zip((tokens, hidden, num_topk), made_for, strict=True))
-        if buffer is None or asked != made_for:
-            if self.world.trace.capturing:
-                rule = "the elastic buffer is made before a capture, since graphs keep its address"
-                raise CaptureError(refusal(rule, "run the largest step once before", made_for=made_for, asked=asked))
-            if buffer is not None:
-                buffer.destroy()  # graphs with its address are those of a smaller model, of a run that has ended
-            buffer = self.library.ElasticBuffer(
-                self.process_group, num_max_tokens_per_rank=asked[0], hidden=asked[1], num_topk=asked[2],
-                allow_hybrid_mode=False, explicitly_destroy=True,
-            )  # fmt: skip
-            _KEPT[NAME] = buffer, asked
-        return buffer
+    def reserve(self, *, tokens: int, hidden: int, num_topk: int) -> None:
+        """Make the process's buffer, for steps of so many tokens a rank. A collective call, before the first exchange."""
+        kept = _KEPT.get(NAME)
+        asked = Room(tokens=max(tokens, LEAST_TOKENS), hidden=hidden, num_topk=num_topk)
+        if kept is not None:
+            buffer, room = kept
+            if room.holds(asked):
+                return
+            torch.cuda.synchronize(self.world.device)
+            buffer.destroy()  # of a smaller model's run, which has ended, and its graphs with it
+            asked = Room(*map(max, asked, room))
+        buffer = self.library.ElasticBuffer(
+            self.process_group, num_max_tokens_per_rank=asked.tokens, hidden=asked.hidden, num_topk=asked.num_topk,
+            allow_hybrid_mode=False, explicitly_destroy=True,
+        )  # fmt: skip
+        _KEPT[NAME] = buffer, asked
 
     def dispatch(self, x: torch.Tensor, *, topk_idx: torch.Tensor, num_max_tokens_per_rank: int, **options: Any) -> Any:
-        buffer = self.buffer_for(num_max_tokens_per_rank, x.shape[1], topk_idx.shape[1])
+        buffer, room = _KEPT.get(NAME, (None, Room(0, 0, 0)))
+        asked = Room(num_max_tokens_per_rank, x.shape[1], topk_idx.shape[1])
+        if not room.holds(asked):
+            rule = "the elastic buffer has room for the largest step before the first exchange, since graphs keep its address"
+            raise ConfigError(refusal(rule, "reserve it", reserved=tuple(room), asked=tuple(asked)))
         with self._exchanges.of_rows("dispatch", x):
             return buffer.dispatch(x, topk_idx=topk_idx, num_max_tokens_per_rank=num_max_tokens_per_rank, **options)
 

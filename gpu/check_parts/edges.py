@@ -10,9 +10,9 @@ from typing import Any
 from dbo.program import Program
 from dbo.rank import RankJob, RankMain
 from dbo.schedule import Point, Yield
-from gpu import plants, soak
+from gpu import planted_faults, soak
 from gpu.check_parts.setup import Found, Setup
-from gpu.linear import Problem, linearity
+from gpu.linearity import Problem, linearity
 
 STRUCK_RANK = 1
 STEPS = 6
@@ -59,8 +59,8 @@ def faults_of(job: RankJob) -> tuple[Fault, ...]:
             users = [name for name, producers in needs.items() if item.name in producers]
             late = late or next(iter(users), None)
     return (
-        Fault(planted=plants.miss_a_wait, kind="unordered", point="C.send" if needs["C.send"] else None),
-        Fault(planted=plants.record_late, kind="late", point=late),
+        Fault(planted=planted_faults.miss_a_wait, kind="unordered", point="C.send" if needs["C.send"] else None),
+        Fault(planted=planted_faults.record_late, kind="late", point=late),
     )
 
 
@@ -69,8 +69,10 @@ def _planted(setup: Setup, job: RankJob, fault: Fault, step: int) -> tuple[bool,
     if fault.point is None:
         return True, f"  {name}: has no place, no stream waits for another one at this point"
     layers = frozenset(i for i in range(job.model_config.num_hidden_layers) if job.model_config.is_moe_layer(i))
-    place = (STRUCK_RANK, step, plants.struck_layer(layers), 0, fault.point)
-    launched = setup.run(RankMain(replace(job, program_of=plants.OnRank(STRUCK_RANK, fault.planted))), stall_s=10.0)
+    place = (STRUCK_RANK, step, planted_faults.struck_layer(layers), 0, fault.point)
+    launched = setup.run(
+        RankMain(replace(job, program_of=planted_faults.OnRank(STRUCK_RANK, fault.planted))), stall_s=10.0
+    )
     found = linearity(launched.trace)
     # A wait that is missing may show in the times as well, and need not.
     kinds = {fault.kind, "time"}

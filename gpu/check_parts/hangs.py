@@ -9,7 +9,7 @@ from typing import Any
 
 from dbo.program import Program
 from dbo.rank import RankMain
-from gpu import plants
+from gpu import planted_faults
 from gpu.board import MARKS, is_alive
 from gpu.check_parts.setup import Found, Setup
 
@@ -33,11 +33,11 @@ class Hang:
 
 
 HANGS = (
-    Hang(planted=plants.skip_a_dispatch, reason="differing", ubatch=1, point="D.send"),
-    Hang(planted=plants.drop_a_yield, reason="unequal-yields", ubatch=0),
-    Hang(planted=plants.keep_the_baton, reason="stalled"),
-    Hang(planted=plants.die_in_an_exchange, reason="died", ubatch=0, point="D.send"),
-    Hang(planted=plants.die_computing, reason="died", ubatch=1, point="MLP"),
+    Hang(planted=planted_faults.skip_a_dispatch, reason="differing", ubatch=1, point="D.send"),
+    Hang(planted=planted_faults.drop_a_yield, reason="unequal-yields", ubatch=0),
+    Hang(planted=planted_faults.keep_the_baton, reason="stalled"),
+    Hang(planted=planted_faults.die_in_an_exchange, reason="died", ubatch=0, point="D.send"),
+    Hang(planted=planted_faults.die_computing, reason="died", ubatch=1, point="MLP"),
 )
 
 
@@ -53,7 +53,7 @@ def _hang(setup: Setup, backend: str, hang: Hang) -> tuple[bool, float | None, s
     """(passed, seconds from the fault to the report, what there is to say)."""
     name = hang.planted.__name__
     start = time.monotonic()
-    job = setup.job(backend, program_of=plants.OnRank(STRUCK_RANK, hang.planted))
+    job = setup.job(backend, program_of=planted_faults.OnRank(STRUCK_RANK, hang.planted))
     launched = setup.run(RankMain(job), stall_s=STALL_S, slow_s=SLOW_S)
     took_s = time.monotonic() - start
     report = launched.report

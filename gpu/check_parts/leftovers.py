@@ -23,7 +23,7 @@ from dbo.rank import RankJob, agree_on_config, build_runner
 from dbo.runner import GPUModelRunner
 from dbo.schedule import Item
 from dbo.ubatch import UBatchContext, dbo_enabled
-from gpu import plants
+from gpu import planted_faults
 from gpu.check_parts.setup import Found, Setup
 
 SETTLING_STEPS = 3
@@ -78,8 +78,8 @@ class Trap:
         class Trapped(SchedulePlayer):
             def _next(self, layer: int) -> Item:
                 item = super()._next(layer)
-                here = self.context.index == 1 and layer == plants.struck_layer(self.moe_layers)
-                if here and plants.is_point(item, "S"):
+                here = self.context.index == 1 and layer == planted_faults.struck_layer(self.moe_layers)
+                if here and planted_faults.is_point(item, "S"):
                     trap.spring(self.context)
                 return item
 

@@ -18,7 +18,7 @@ from dbo.rank import RankMain
 from gpu import soak
 from gpu.check_parts.setup import Found, Quiet, Setup, temporary
 from gpu.dcp_model import model_folder
-from gpu.linear import linearity
+from gpu.linearity import linearity
 
 LONGEST_STEP_S = 0.2
 """A step of a long run that takes more than this on average is stopped: something else is wrong."""

@@ -64,6 +64,9 @@ class ElasticBuffer:
         """A new epoch: counting begins again."""
         self.group.restart()
 
+    def reserve(self, *, tokens: int, hidden: int, num_topk: int) -> None:
+        """The buffer of the simulated machine has no size."""
+
     def get_comm_stream(self) -> SimStream:
         """The process's one comm stream."""
         return self.world.comm

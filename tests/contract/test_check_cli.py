@@ -6,9 +6,11 @@ Mostly in process and without numbers, on a folder that holds a configuration an
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 from dbo.cli import main
 from dbo.model.tokenizer import write_byte_tokenizer
+from dbo.rank import RankJob
 from sim.faults import CATALOGUE, Fault
 from tests.sim.job_harness import SMALL
 
@@ -493,3 +496,21 @@ def test_a_process_ends_with_the_exit_code_and_one_line(arguments: tuple[str, ..
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "")
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("dbo: ")
+
+
+def test_a_run_that_was_cut_is_no_proof(dbo: Dbo, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankJob, "most_steps", 3)
+    answer = dbo("--model", folder, "--mode", "ordering")
+    assert (answer.exit, answer.data["verdict"]) == (1, "inconclusive")
+    assert "requests are left after 3 steps" in answer.data["verdict_text"]
+
+
+def test_files_that_are_made_by_themselves_lie_in_a_folder_of_the_user(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another user's files of the same names cannot be written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["check", "--model", str(folder), "--mode", "ordering", "--json"]) == 0
+    (mine,) = tmp_path.glob("dbo-*")
+    assert mine.name == f"dbo-{os.getuid()}" and mine.stat().st_mode & 0o777 == 0o700
+    assert json.loads(capsys.readouterr().out)["trace"] == str(mine / "check-0.json")

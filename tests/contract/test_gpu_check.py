@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from dbo import registry
 from dbo.cli import frame
 from dbo.program import Program
-from gpu import check, handoff, plants
+from gpu import check, handoff, planted_faults
 from gpu.check_parts import edges, hangs, leftovers, runs
 from gpu.check_parts.setup import Setup
 from gpu.host import ThreadHost
@@ -87,7 +88,7 @@ def test_the_watchdog_part_says_when_what_happened(capsys):
 
 def test_a_hang_that_is_misnamed_or_never_struck_fails():
     setup = setup_of("nccl")
-    wrong = hangs.Hang(planted=plants.drop_a_yield, reason="stalled", ubatch=1)
+    wrong = hangs.Hang(planted=planted_faults.drop_a_yield, reason="stalled", ubatch=1)
     passed, after_s, words = hangs._hang(setup, "nccl", wrong)
     assert not passed and after_s is not None
     assert "WRONG: reason is unequal-yields, not stalled" in words and "WRONG: ubatch is 0, not 1" in words
@@ -212,3 +213,28 @@ def test_the_suite_runs_under_torchrun():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("ok ") == 1 and "1 checks, 0 failed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [("gpu", "the run of the halves one after another failed"), ("sim", "the simulator's run failed")],
+)
+def test_a_twin_that_fails_is_no_wrong_number(capsys, monkeypatch, world, says):
+    usual = registry.load
+
+    def load(name):
+        entry = usual(name)
+
+        def fails(program, **options):
+            launched = entry.launch(program, **options)
+            job = program.job
+            if (world == "gpu" and name == "gpu" and job.serial) or (world == name == "sim"):
+                launched.errors[1] = MemoryError("planted")
+            return launched
+
+        return replace(entry, launch=fails)
+
+    monkeypatch.setattr(registry, "load", load)
+    code, found = answer(capsys, "--device", "cpu", "--all2all-backend", "nccl", "--steps", "2")
+    assert (code, found["verdict"]) == (1, "inconclusive")
+    assert says in found["verdict_text"] and "rank 1 raised MemoryError: planted" in found["verdict_text"]

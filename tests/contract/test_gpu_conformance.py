@@ -9,6 +9,7 @@ import pytest
 from dbo import conformance
 from dbo.conformance import run_suite
 from gpu.world import launch as launch_processes
+from sim.streams import SimEvent
 from sim.world import launch as launch_simulated
 
 pytest.importorskip("torch", reason="processes over gloo, and numbers, need torch")
@@ -69,6 +70,38 @@ class KeepsTags:
 def test_a_world_that_breaks_a_rule_fails_its_case(case, broken):
     launched = launch_simulated(lambda world: conformance._run(case, broken(world)), ranks=2, mode="ordering")
     assert all("restored" in problem for problem in launched.values)
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        (lambda event: event.marker is not None, "before an event that was never recorded"),
+        (lambda event: True if event.marker is None else None, "yes or no behind queued work: None"),
+        (lambda event: event.marker is None, "waited for has happened"),
+    ],
+    ids=["unrecorded", "no answer", "never"],
+)
+def test_an_event_that_cannot_say_whether_it_happened_is_found(query, text, monkeypatch):
+    monkeypatch.setattr(SimEvent, "query", query)
+    launched = launch_simulated(
+        lambda world: conformance._run(conformance.events_order_streams, world), ranks=2, mode="ordering"
+    )
+    assert all(text in problem for problem in launched.values), launched.values
+
+
+def test_in_the_simulator_an_event_whose_work_has_not_run_has_not_happened():
+    """The host races ahead: nothing runs before it waits, and a record made again is the one that is asked about."""
+
+    def program(world):
+        event = world.compute.record_event()
+        answers = [event.query()]
+        event.synchronize()
+        answers.append(event.query())
+        event.record(world.compute)
+        return [*answers, event.query()]
+
+    launched = launch_simulated(program, ranks=2, mode="ordering")
+    assert launched.values == [[False, True, False]] * 2
 
 
 def test_a_baton_that_loses_a_give_is_found():

@@ -16,7 +16,7 @@ from dbo.job_reference import alone, compare_peers
 from dbo.program import Program
 from dbo.rank import RankMain
 from gpu import dcp_model
-from gpu.linear import linearity
+from gpu.linearity import linearity
 from gpu.world import launch
 from sim.dcp import faults
 from sim.world import launch as simulate

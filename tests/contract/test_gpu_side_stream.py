@@ -14,7 +14,7 @@ from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.program import Program
 from dbo.rank import RankMain
 from gpu import dcp_model
-from gpu.linear import linearity
+from gpu.linearity import linearity
 from gpu.world import launch
 from sim.world import launch as simulate
 from tests.gpu.jobs import OnRank, small_folder, small_job

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dbo.check import judge
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UBatchError, UsageError
 from dbo.rank import RankMain
-from gpu import board, plants, watchdog
+from gpu import board, planted_faults, watchdog
 from gpu.stuck import differing_exchange
 from gpu.world import launch
 from tests.gpu import jobs
@@ -267,7 +267,9 @@ def test_the_board_keeps_the_first_time_of_what_happens(watched):
 
 
 def test_a_run_says_when_it_came_how_far(folder):
-    launched = run(RankMain(small_job(folder, "nccl", program_of=plants.OnRank(1, plants.die_computing))))
+    launched = run(
+        RankMain(small_job(folder, "nccl", program_of=planted_faults.OnRank(1, planted_faults.die_computing)))
+    )
     assert launched.report is not None and place(launched.report) == (1, 1, "MLP"), launched.report
     marks = launched.marks[1]
     assert 0 < marks["started"] <= marks["connected"] <= marks["stepping"] <= marks["planted"] <= launched.reported_s

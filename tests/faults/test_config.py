@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dbo.check import judge
-from dbo.config import DBOConfig, ModelShape, validate
+from dbo.config import DBOConfig, ModelShape, effective, validate
 from dbo.errors import ConfigError
 from dbo.rank import RankJob, run_rank
 from dbo.schedule import load_schedule
@@ -34,7 +34,7 @@ def started(*, validates: bool, **options: Any) -> Trace:
         config=config, model_config=template.model_config, schedule=load_schedule("mlp_shared_overlap"),
         requests=template.requests,
     )  # fmt: skip
-    return run(lambda world: run_rank(world, job), ranks=config.num_ranks, config=config.effective(), backend="nccl")
+    return run(lambda world: run_rank(world, job), ranks=config.num_ranks, config=effective(config), backend="nccl")
 
 
 def refused(name: str, *, says: str, option: str, **options: Any) -> Pair:

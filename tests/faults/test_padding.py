@@ -12,7 +12,7 @@ import torch
 
 from dbo.check import judge
 from dbo.coordinate import ROW_PADDED, ROW_REAL, ROW_WANTS_FULL, Common, CommonConfig, Decision, decide
-from dbo.moe.nccl_ops import TorchRowOps
+from dbo.moe.row_ops import TorchRowOps
 from dbo.slicing import default_split_points, maybe_create_ubatch_slices, slice_plan
 from dbo.trace import Trace
 from sim.world import SimWorld
@@ -149,7 +149,7 @@ PAIRS = [
         culprit={"rank": 0, "step": 0}, says=("runs 64 rows", "its own count is 40"),
     ),
     Pair(
-        case="vllm-project/vllm#41249", id="padding-leak", uses="dbo.moe.nccl_ops.TorchRowOps",
+        case="vllm-project/vllm#41249", id="padding-leak", uses="dbo.moe.row_ops.TorchRowOps",
         buggy=lambda: varied(MultipliesByTheMask()), fixed=lambda: varied(TorchRowOps()),
         culprit={"rank": 0}, says=("rows 0 to 2", "changes by nan"),
     ),

@@ -25,10 +25,10 @@ def test_only_devices_have_kernels(device_type: str) -> None:
 
 
 def test_without_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(target: str, world: str) -> None:
+    def refuse(target: str, noun: str) -> None:
         raise NotAvailable("no such package")
 
-    monkeypatch.setattr(registry, "_resolve", refuse)
+    monkeypatch.setattr(registry, "_load", refuse)
     assert registry.layer_kernels.__wrapped__("cuda") is None
 
 

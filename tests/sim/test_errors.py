@@ -357,3 +357,27 @@ def test_one_error_after_another(backend: str) -> None:
     assert failed == [[0, 1, 2], [0, 1, 2]]
     assert tokens_of(launched) == tokens_of(clean_of(backend, job))
     assert verdict_of(launched, expect_raise=True).verdict.good
+
+
+@pytest.mark.parametrize("vehicle", ["greenlet", "thread"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_ends_the_run_and_not_the_step(vehicle: str, stop: type[BaseException]) -> None:
+    def before_ubatch(index: int) -> None:
+        if index == 1:
+            raise stop("now")
+
+    job = ordering_job(programs=lambda rank: Program(before_ubatch=before_ubatch))
+    with pytest.raises(stop, match="now"):
+        run(job, vehicle=vehicle)
+
+
+def test_a_run_whose_every_step_fails_ends_and_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    def before_ubatch(index: int) -> None:
+        raise Broken("always")
+
+    monkeypatch.setattr("dbo.rank.SPARE_STEPS", 5)
+    job = ordering_job(((9, 5), (7, 6)), new_tokens=3, programs=lambda rank: Program(before_ubatch=before_ubatch))
+    assert job.most_steps == 5 + (9 + 3) + (5 + 3)
+    launched = run(job)
+    assert [len(rank) for rank in outcomes_of(launched)] == [job.most_steps] * 2
+    assert not verdict_of(launched).verdict.good

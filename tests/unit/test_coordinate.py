@@ -293,7 +293,7 @@ def test_every_rank_reaches_the_same_decision_through_one_all_reduce():
     seen = [None] * 3
 
     def rank_main(rank):
-        seen[rank] = co.coordinate(group.member(rank), cols[rank], Common())
+        seen[rank] = decide(co.exchange(group.member(rank), cols[rank]), Common())
 
     threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(3)]
     for t in threads:

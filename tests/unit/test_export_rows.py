@@ -4,45 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dbo.check.order import SEED_ORDER
 from dbo.errors import UsageError
-from dbo.export.rows import Cell, cells, draw, draw_layer, layer_spans, timeline
-from dbo.trace import Record
+from dbo.export.rows import layer_spans, timeline
 from tests.unit.trace_builder import TraceBuilder
 from tests.unit.trace_step import low_latency_run
-
-SEED_COMP = "Comp: |-A0₀-A1₀-||-MLP₁-||-S₁-MLP₀-||-S₀-A0₁-A1₁-|"
-SEED_COMM = "Comm: |----D₁---||--D₀--||----C₁---||-----C₀-----|"
-
-
-def record_of(label: str) -> Record:
-    """The device record that a label of the seed's listing stands for."""
-    head, _, half = label.partition(".")
-    head, ubatch = (head[:-2], head[-1]) if "_" in head else (head[:-1], head[-1])
-    return Record(
-        id=0,
-        rank=0,
-        line="compute",
-        kind="op",
-        name=head,
-        ubatch=int(ubatch),
-        point=head + (f".{half}" if half else ""),
-    )
-
-
-def test_the_seed_order_draws_the_seed_picture() -> None:
-    assert draw(cells([record_of(label) for label in SEED_ORDER])) == (SEED_COMP, SEED_COMM)
-
-
-def test_a_run_draws_it_with_the_ubatches_exchanged() -> None:
-    swap = str.maketrans("₀₁", "₁₀")
-    assert draw_layer(low_latency_run()) == (SEED_COMP.translate(swap), SEED_COMM.translate(swap))
-
-
-def test_cells_without_communication_and_with_two_exchanges() -> None:
-    rows = draw([Cell(comp=("A0₀",), comm=()), Cell(comp=("S₀",), comm=("D₀", "D₁"))])
-    assert rows == ("Comp: |-A0₀-||-S₀----|", "Comm: |-----||-D₀+D₁-|")
-    assert len(set(map(len, rows))) == 1
 
 
 def test_spans_follow_the_clock_and_keep_to_their_row() -> None:
@@ -70,4 +35,4 @@ def test_no_split_step_is_refused_by_name() -> None:
     b = TraceBuilder()
     b.op("A0", point="A0", ubatch=0)
     with pytest.raises(UsageError, match="at least two MoE layers"):
-        draw_layer(b.trace)
+        layer_spans(b.trace)

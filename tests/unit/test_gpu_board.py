@@ -60,3 +60,12 @@ def test_groups_do_different_things_and_ranks_of_one_do_not(watched):
     watched.rank(0).log("dcp0", 2, TAGS, "all_reduce")
     found = differing_exchange(watched, agreed)
     assert found is not None and found.text.startswith("group dcp #2: rank 0 at A1") and "rank 2" not in found.text
+
+
+@pytest.mark.parametrize("index", [2**31, 2**40])
+def test_numbers_of_exchanges_outlast_a_day(watched, index):
+    watched.rank(0).log("dcp0", index, TAGS, "all_reduce")
+    waits(watched, 0, index)
+    (line,) = [line for line in watched.rank(0).lines() if line.name == "main"]
+    assert line.index == index and line.waits
+    assert watched.rank(0).entries("dcp")[index].op == "all_reduce"

@@ -140,3 +140,18 @@ def test_a_greenlet_that_nobody_can_wake_is_refused(recorder):
     assert one.error is None and one.wakes == 2 and set(resumed) <= {"compute", None}
     host.close()
     assert host.workers == []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_records_no_work_is_stamped(keep):
+    stamped = []
+    recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: stamped.append(stream) or 0.0, keep=keep)
+    task = recorder.start_line("main", SimpleNamespace(name="compute"))
+    task.tags = (0, 1, -1, "MLP")
+    recorder.launches()
+    recorder.end_visit(task)
+    marker = recorder.device("record", "done", attrs={}).id
+    recorder.timed_device("send", "dispatch.send", attrs={})
+    recorder.end_visit(task)
+    assert marker >= 0 and bool(stamped) is keep
+    assert [record.kind for record in recorder.records] == (["op", "record", "send"] if keep else [])

@@ -95,3 +95,18 @@ def test_an_error_that_cannot_travel_leaves_its_text():
     sent = transport.sendable(Local("of this function"))
     assert isinstance(sent, transport.RankError) and str(sent) == "Local: of this function"
     assert isinstance(pickle.loads(transport.dumps(sent)), transport.RankError)
+
+
+@dataclass
+class Leaves:
+    """What a rank leaves, as far as sending it goes."""
+
+    value: object = None
+    error: BaseException | None = None
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_that_says_so():
+    sent = transport.sendable_left(Leaves(value=lambda: None))
+    assert sent.value is None and "is pickled for the launcher: type=function" in str(sent.error)
+    pickle.loads(transport.dumps(sent))
+    assert transport.sendable_left(Leaves(value=3)) == Leaves(value=3)

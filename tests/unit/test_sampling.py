@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo.errors import EngineError, UsageError
-from dbo.sampling import SamplingParams, sample, sample_token, top_margin, uniform
+from dbo.sampling import SamplingParams, sample, sample_token, uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,3 @@ def test_rows_and_requests_must_agree_in_number() -> None:
 def test_values_outside_their_range_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]
-
-
-def test_margin_is_first_minus_second() -> None:
-    np.testing.assert_allclose(top_margin(logits([0, 3, 1], [2, 2, -1])), [2, 0])

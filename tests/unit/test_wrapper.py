@@ -372,3 +372,23 @@ def test_a_ring_error_before_the_barrier_does_not_pass_for_the_barriers_own(vehi
             call(wrapper, step_context((0, 5, 10)), input_ids=IDS)
 
     assert not in_world(program, vehicle=vehicle).deadlocked
+
+
+def test_a_state_that_cannot_be_set_in_a_ubatch_fails_the_step_and_names_the_ubatch(vehicle: str) -> None:
+    """A dispatch mode, say, that refuses to be entered twice: the ubatch never begins, and nobody waits for it."""
+
+    class Refusing:
+        def run(self, work: Any, *arguments: Any) -> Any:
+            raise RuntimeError("entered twice")
+
+    def program(world: SimWorld) -> None:
+        wrapper = wrapper_of(world, lambda **inputs: inputs["input_ids"])
+        usual = world.task_state
+        world.task_state = Refusing  # type: ignore[method-assign, assignment]
+        with pytest.raises(UBatchError, match="entered twice"):
+            call(wrapper, step_context((0, 5, 10)), input_ids=IDS)
+        assert wrapper.live_threads == 0
+        world.task_state = usual  # type: ignore[method-assign]
+        assert call(wrapper, step_context((0, 5, 10), step=1), input_ids=IDS).tolist() == IDS.tolist()
+
+    in_world(program, vehicle=vehicle)

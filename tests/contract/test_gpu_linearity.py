@@ -6,7 +6,7 @@ import pytest
 
 from dbo.rank import RankMain
 from dbo.trace import Record, Trace
-from gpu.linear import linearity
+from gpu.linearity import linearity
 from gpu.world import launch
 from tests.gpu import jobs
 from tests.gpu.jobs import OnRank, small_folder, small_job
