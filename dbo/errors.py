@@ -16,7 +16,7 @@ class UsageError(DBOError):
 
 
 class ConfigError(UsageError):
-    """A configuration that SPEC section 2 refuses."""
+    """A configuration that cannot work, or that the ranks do not share."""
 
 
 class ModelFormatError(UsageError):

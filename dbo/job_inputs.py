@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,35 +72,61 @@ def flags_of(request: CheckRequest) -> dict[str, Any]:
 
 def scratch() -> Path:
     """This user's folder for what is made again whenever it is missing: others of the machine have their own."""
-    folder = Path(tempfile.gettempdir()) / f"dbo-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder = Path(tempfile.gettempdir()) / f"dbo-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _no_room(error) from error
     return folder
+
+
+def _no_room(error: OSError) -> UsageError:
+    rule = "what is generated is kept in a folder of this user among the temporary files"
+    why = f"{error.strerror or error} ({error.filename})" if error.filename else error.strerror or error
+    return UsageError(refusal(rule, "make room there, or set TMPDIR to another folder", why=why))
 
 
 def generated_folder(request: CheckRequest, progress: Progress) -> Path:
     """The generated model folder of this seed, made on first use; without weights, and so without torch, for ordering."""
     kind = "frame" if request.mode == "ordering" else f"model-{request.seed}"
     folder = scratch() / f"{kind}-v1"
-    if folder.is_dir():
+    if _is_whole(folder, request.mode):
         return folder
     progress.stage("generating the model folder")
-    # Made aside and renamed, so that two processes at once, or one that is interrupted, leave a whole folder.
-    aside = Path(tempfile.mkdtemp(prefix="model-", dir=scratch()))
+    write = _generator(request)
+    try:
+        # Made aside and renamed, so that two processes at once, or one that is interrupted, leave a whole folder.
+        with tempfile.TemporaryDirectory(prefix="model-", dir=scratch(), ignore_cleanup_errors=True) as aside:
+            made, leftover = Path(aside, "made"), Path(aside, "leftover")
+            write(made)
+            if not _is_whole(folder, request.mode):
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(leftover)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not _is_whole(folder, request.mode):
+                    raise
+    except OSError as error:
+        raise _no_room(error) from error
+    return folder
+
+
+def _generator(request: CheckRequest) -> Callable[[Path], object]:
     if request.mode == "ordering":
         from dbo.model.frame import write_frame
 
-        write_frame(aside)
-    else:
-        from dbo.model.generator import generate_model_folder
+        return write_frame
+    from dbo.model.generator import generate_model_folder
 
-        generate_model_folder(aside, seed=request.seed)
-    try:
-        aside.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(aside)
-    return folder
+    return partial(generate_model_folder, seed=request.seed)
+
+
+def _is_whole(folder: Path, mode: str) -> bool:
+    """Whether all files are there: who tidies temporary files up takes them one by one and leaves folders."""
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    names += [] if mode == "ordering" else ["model.safetensors"]
+    return all((folder / name).is_file() for name in names)
 
 
 def schedule_of(config: DBOConfig) -> Schedule:
@@ -141,7 +168,11 @@ def programs_of(request: CheckRequest, config: DBOConfig) -> Callable[[int], Pro
     if request.inject is None:
         return CleanPrograms()
     fault, where = fault_of(request, request.inject)
-    return fault.programs(config, where)
+    programs = fault.programs(config, where)
+    if fault.numeric and request.mode == "ordering":
+        rule = f"--inject {fault.name} changes what only a run with numbers has"
+        raise UsageError(refusal(rule, "use --mode numeric", mode=request.mode))
+    return programs
 
 
 def fault_of(request: CheckRequest, inject: str) -> tuple[registry.FaultInfo, str]:
@@ -160,7 +191,7 @@ def replay_line(request: CheckRequest) -> str:
 
     words = ["dbo check", f"--seed {request.seed}"]
     for flag in FLAGS:
-        if flag.field in request.flags:
+        if flag.field in request.flags and flag.field != "seed":
             value = request.flags[flag.field]
             words.append(_flag_text(flag, value))
     words += [f"--model {request.model}"] if request.model else []

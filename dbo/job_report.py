@@ -11,6 +11,7 @@ from dbo.check.order import matches_seed, steady_records
 from dbo.check.report import Report
 from dbo.check.verdict import inconclusive, proved
 from dbo.config import DBOConfig
+from dbo.errors import PeerFailed
 from dbo.export.rows import layer_spans
 from dbo.job_reference import steady_order_of
 from dbo.main_job_types import CheckRequest, CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
@@ -20,13 +21,24 @@ from dbo.trace import Trace
 
 
 def step_reports(outcomes: Sequence[Sequence[StepOutcome]]) -> tuple[StepReport, ...]:
-    """One report a step over all ranks, from rank 0's decision and every rank's column."""
+    """One report a step over all ranks, from rank 0's decision and every rank's column; or what made it fail."""
     by_step: dict[int, list[StepOutcome]] = {}
+    failed: dict[int, BaseException] = {}
     for rank_outcomes in outcomes:
         for outcome in rank_outcomes:
-            if outcome.decision is not None and outcome.column is not None:
+            if outcome.error is not None:
+                if isinstance(failed.get(outcome.step), PeerFailed | None):  # what began it, not who lost a peer
+                    failed[outcome.step] = outcome.error
+            elif outcome.decision is not None and outcome.column is not None:
                 by_step.setdefault(outcome.step, []).append(outcome)
-    return tuple(_step_report(step, found) for step, found in sorted(by_step.items()))
+    reports = [_step_report(step, found) for step, found in by_step.items() if step not in failed]
+    reports += [_failed_report(step, error) for step, error in failed.items()]
+    return tuple(sorted(reports, key=lambda report: report.step))
+
+
+def _failed_report(step: int, error: BaseException) -> StepReport:
+    why = f"{type(error).__name__}; what it was for is scheduled again"
+    return StepReport(step=step, phase="failed", split=False, tokens=(), padded_tokens=(), ubatches=0, why=why)
 
 
 def _step_report(step: int, found: Sequence[StepOutcome]) -> StepReport:
@@ -50,9 +62,21 @@ def _step_report(step: int, found: Sequence[StepOutcome]) -> StepReport:
     )
 
 
+def _untested(config: DBOConfig, steps: Sequence[StepReport], ideal_share: float | None) -> list[str]:
+    """What a good verdict does not speak of, though DBO is on."""
+    if config.enable_dbo and not any(step.split for step in steps):
+        return [
+            "no step was split, so nothing is said about overlap; give longer prompts, or more, or lower "
+            "--dbo-prefill-token-threshold and --dbo-decode-token-threshold"
+        ]
+    if ideal_share == 0.0:
+        return ["this schedule hides nothing: no exchange has anything to run beside it"]
+    return []
+
+
 def result_of(
     request: CheckRequest, config: DBOConfig, folder: Path, schedule: Schedule, trace: Trace, report: Report,
-    steps: Sequence[StepReport], reference: Reference, replay: str, path: Path, warnings: Sequence[str],
+    steps: Sequence[StepReport], reference: Reference, replay: str, written: str, warnings: Sequence[str],
 ) -> CheckResult:  # fmt: skip
     order = steady_order_of(trace) if any(step.split for step in steps) else ()
     overlap = measure(trace)
@@ -65,6 +89,7 @@ def result_of(
         verdict = inconclusive("the logits differ from those of the serial halves, and no detector says why")
     if verdict.good and reference.order_as_simulated is False:
         verdict = inconclusive("the steady order is not the simulator's, and no detector says why")
+    untested = _untested(config, steps, overlap.ideal_share)
     return CheckResult(
         verdict=verdict,
         violations=tuple(replace(v, replay=replay) for v in report.violations),
@@ -82,7 +107,7 @@ def result_of(
         reference=reference,
         forced_drains=forced_drains(trace),
         replay=replay,
-        trace=path,
+        trace=written,
         seed=request.seed,
         world=request.world,
         mode=request.mode,
@@ -90,7 +115,7 @@ def result_of(
         backend=config.all2all_backend,
         schedule=schedule.name,
         model=str(folder),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *untested),
     )
 
 

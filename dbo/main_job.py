@@ -70,6 +70,7 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         program_of=programs_of(request, config), keep_logits=weights_of is not None,
     )  # fmt: skip
 
+    path = request.trace or scratch() / f"check-{request.seed}.json"
     progress.stage(f"running {config.num_ranks} ranks in world {request.world} ({request.mode})")
     options = machine.options if machine else {}
     launched = world.launch(RankMain(job), ranks=config.num_ranks, mode=request.mode, **options)
@@ -100,10 +101,12 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     if machine:
         reference = with_twins(job, world, options, outcomes, launched.trace, reference, progress)
     replay = replay_line(request)
-    path = request.trace or scratch() / f"check-{request.seed}.json"
-    write_trace(launched.trace, path)
+    try:
+        written = str(write_trace(launched.trace, path))
+    except OSError as error:  # what was found holds without the file
+        written = f"not written: {error.strerror or error}"
     return result_of(
-        request, config, folder, schedule, launched.trace, report, steps, reference, replay, path, warnings
+        request, config, folder, schedule, launched.trace, report, steps, reference, replay, written, warnings
     )
 
 

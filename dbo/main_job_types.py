@@ -84,7 +84,7 @@ class StepReport:
 
     Attributes:
         step: its number.
-        phase: "prefill", "decode", "mixed" or "idle".
+        phase: "prefill", "decode", "mixed", "idle"; "failed" where an error ended it, and `why` names that.
         split: whether it ran in ubatches.
         tokens: real tokens, by rank.
         padded_tokens: rows that each rank ran, by rank.
@@ -173,7 +173,7 @@ class CheckResult:
         order_exchanged: the ubatches are exchanged against the seed's line (context 0 leads).
         forced_drains: waits of a host for a device line inside a layer that nobody declared.
         device: what tensors were on, where it was not the simulator.
-        trace: the file that holds the trace.
+        trace: the file that holds the trace, or "not written: " and why.
         replay: the command that runs the same again.
     """
 
@@ -189,7 +189,7 @@ class CheckResult:
     reference: Reference
     forced_drains: int = 0
     replay: str
-    trace: Path | None = None
+    trace: str | None = None
     seed: int = 0
     world: str = "sim"
     mode: str = "numeric"

@@ -12,10 +12,11 @@ it off. Under xdist the controller chooses the seed and writes the cache, and wo
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import random
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,12 @@ class _Session:
         marker = item.get_closest_marker("dbo")
         wanted = dict(marker.kwargs) if marker is not None else {}
         if (marker is not None and marker.args) or not wanted.keys() <= _MARKER_NAMES:
-            unknown = sorted(wanted.keys() - _MARKER_NAMES) or list(marker.args if marker else ())
-            raise UsageError(
-                f"the marker dbo takes keywords {', '.join(sorted(_MARKER_NAMES))}: got {unknown}; drop them"
-            )
+            raise UsageError(_bad_marker(marker.args if marker is not None else (), wanted))
         option = self.config.getoption
+        worlds = sorted(registry.WORLDS)
+        if wanted.get("world", "sim") not in worlds:
+            fix = f"choose one of {', '.join(worlds)}"
+            raise UsageError(refusal("the marker dbo names a world", fix, world=repr(wanted["world"])))
         return WorldRunner(
             world=option("--dbo-world") or wanted.get("world", "sim"),
             seed=self.seed if self.seed_is_chosen else wanted.get("seed", self.seed),
@@ -230,6 +232,16 @@ class _Session:
         terminalreporter.write_line(f"dbo: seed={self.seed}; the same again: --dbo-seed={self.seed}")
         for node, token in self.failed.items():
             terminalreporter.write_line(f"dbo: replay: pytest '{node}' --dbo-replay={token}")
+
+
+def _bad_marker(arguments: Sequence[object], keywords: Mapping[str, object]) -> str:
+    names = ", ".join(sorted(_MARKER_NAMES))
+    unknown = sorted(keywords.keys() - _MARKER_NAMES)
+    if not unknown:
+        return refusal(f"the marker dbo takes keywords only, {names}", "name them", arguments=repr(tuple(arguments)))
+    near = difflib.get_close_matches(unknown[0], sorted(_MARKER_NAMES), n=1)
+    fix = f"did you mean {near[0]}?" if near else f"drop {', '.join(unknown)}"
+    return refusal(f"the marker dbo takes {names}", fix, **{name: repr(keywords[name]) for name in unknown})
 
 
 def _seed(text: str) -> int | str:

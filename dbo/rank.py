@@ -67,7 +67,9 @@ class FolderWeights:
 
 
 SPARE_STEPS = 1000
-"""Steps beyond those that requests need: for some that fail and are made again. A run whose every step fails ends, too."""
+"""Steps beyond those that requests need: for some that fail and are made again."""
+MOST_FAILURES = 8
+"""Steps that fail one after another before a run ends: a failed step's requests are scheduled again, and may fail again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ class RankMain:
 
 
 def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
-    """Step until all ranks are idle; one outcome a step.
+    """Step until all ranks are idle, or nothing but failures comes; one outcome a step.
 
     Raises:
         ConfigError: the ranks were told different things.
@@ -130,10 +132,12 @@ def run_rank(world: World, job: RankJob) -> list[StepOutcome]:
             Request(id=spec.id, prompt_token_ids=spec.prompt_token_ids, max_new_tokens=spec.max_new_tokens)
         )
     outcomes: list[StepOutcome] = []
+    failures = 0
     while len(outcomes) < job.most_steps:
         outcome = runner.step()
         outcomes.append(outcome)
-        if outcome.all_idle:
+        failures = failures + 1 if outcome.error is not None else 0
+        if outcome.all_idle or failures == MOST_FAILURES:
             break
     return outcomes
 

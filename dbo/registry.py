@@ -51,6 +51,7 @@ class FaultInfo(Protocol):
         sentence: what it does to the program.
         backends: the all-to-all backends that it applies to; empty: every one.
         exchanges: the exchanges of a DCP group that it applies to; empty: it needs no group.
+        numeric: only a run with numbers has what it changes.
     """
 
     @property
@@ -61,6 +62,8 @@ class FaultInfo(Protocol):
     def backends(self) -> Sequence[str]: ...
     @property
     def exchanges(self) -> Sequence[str]: ...
+    @property
+    def numeric(self) -> bool: ...
     def programs(self, config: Any, where: str) -> Callable[[int], Any]:
         """Every rank's program with the fault planted at `where` ("rank=1,ubatch=0").
 

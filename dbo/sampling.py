@@ -91,7 +91,7 @@ def sample_token(logits_V: np.ndarray, params: SamplingParams, *, request_id: st
     best = int(np.argmax(logits_V))
     if not np.isfinite(logits_V[best]):
         rule = "a row of logits holds no NaN and has a finite maximum"
-        fix = "the row was never computed, or read too early"
+        fix = "the row was never computed, or read too early, or a weight is NaN"
         raise EngineError(refusal(rule, fix, request=request_id, output_index=output_index, maximum=logits_V[best]))
     if params.greedy:
         return best

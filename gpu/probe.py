@@ -104,7 +104,8 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
     needed = 1 if share_device else ranks
     if len(devices) < needed:
         rule = "world gpu needs one visible device a rank"
-        fix = "show more devices, use --device cpu (gloo, CPU tensors), --share-device, or --world sim"
+        share = " --share-device," if devices else ""
+        fix = f"show more devices, use --device cpu (gloo, CPU tensors),{share} or --world sim"
         values = {"num_devices": len(devices), "num_ranks": ranks} | ({"torch": why} if why else {})
         raise NotAvailable(refusal(rule, fix, **values))
     used = devices[:needed]
@@ -180,7 +181,7 @@ def deep_ep_version() -> tuple[str, str]:
 def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict[str, Answer]:
     deep_ep, two = libraries["deep_ep"], len(devices) >= 2
     peers = two and all(len(d.peers) == len(devices) - 1 for d in devices)
-    no_device = Answer(there=False, what="no device", fix="use --device cpu for a run over gloo, or --world sim")
+    no_device = Answer(there=False, what="no device", fix="gloo does not carry it: show a device, or use --world sim")
     on_cpu = libraries["gloo"].there
     backends = {"nccl": Answer(there=on_cpu, what="CPU tensors over gloo: --device cpu", fix=libraries["gloo"].fix)}
     backends |= dict.fromkeys(CPU_BACKENDS, backends["nccl"])

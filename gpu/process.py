@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
@@ -80,6 +81,7 @@ class Left:
 
 def main(spec: RankSpec) -> None:
     """Run one rank and end its process: 0 when the program returned, 1 when it raised."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what an interrupt means
     # All ranks are on this machine: what its name resolves to is nothing that gloo needs to know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     watched = board.Board.open(spec.folder / "board")

@@ -8,6 +8,7 @@ Under torchrun (RANK and WORLD_SIZE set) the calling process is one of the ranks
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -16,10 +17,11 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +126,8 @@ def launch(
         ended = _run(specs, folder, timeout_s=timeout_s, patience=patience)
         return _collect(specs, folder, ended, chosen, begun_s)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with _uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _device(device: str, ranks: int, share_device: bool, mode: str) -> str:
@@ -167,10 +170,12 @@ def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[fl
     watchdog = context.Process(target=_as_from, args=(here, watch, folder, *patience), name="watchdog", daemon=True)
     deadline = time.monotonic() + timeout_s
     try:
-        for rank, started in enumerate(processes):
-            started.start()
-            kept.rank(rank).set_state(board.RUNNING, started.pid)
-        watchdog.start()
+        _await_server(context)
+        with _uninterrupted():  # a process that is started by half has no id to end it by
+            for rank, started in enumerate(processes):
+                started.start()
+                kept.rank(rank).set_state(board.RUNNING, started.pid)
+            watchdog.start()
         for started in processes:
             started.join(max(0.0, deadline - time.monotonic()))
         if not any(started.is_alive() for started in processes):  # else time is up, and the watchdog goes on watching
@@ -180,9 +185,11 @@ def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[fl
                     f"the watchdog ended without a report: exit code {watchdog.exitcode}; the run was not watched"
                 )
     finally:
-        for started in (*processes, watchdog):
-            if started.pid is not None and started.is_alive():
+        with _uninterrupted():
+            left = [p for p in (*processes, watchdog) if p.pid is not None and p.is_alive()]
+            for started in left:
                 os.kill(started.pid, signal.SIGKILL)
+            for started in left:
                 started.join()
     return _Ended(
         codes=[-signal.SIGKILL if p.exitcode is None else p.exitcode for p in processes],
@@ -205,7 +212,47 @@ def start_server() -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # before the signal is blocked: it unblocks it
+    # The server and all that it forks inherit this, so that an interrupt of the terminal reaches the launcher alone.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_SERVED = False
+
+
+def _await_server(context: Any) -> None:
+    """Wait until the server forks, which takes seconds the first time: an interrupt ends this, and no rank is there yet."""
+    global _SERVED
+    if not _SERVED:
+        first = context.Process(target=_nothing, daemon=True)
+        first.start()
+        first.join()
+        _SERVED = True
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold an interrupt back until the end of the block. Python runs handlers on the main thread, so only there."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda *at: came.append(at))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s: float) -> Launched:

@@ -77,9 +77,9 @@ class Result:
 
 
 def measure(benchmark: Benchmark, repeat: int) -> Result:
-    """Sample up to `repeat` times, after one that warms up where there is time for it."""
+    """Sample up to `repeat` times, after one that warms up where a sample is short."""
     times = min(repeat, benchmark.most)
-    if times > 1:
+    if benchmark.most > 1:
         benchmark.sample()
     samples = []
     for _ in range(times):

@@ -1,8 +1,6 @@
 """`python -m dbo.cli`: the command line where the `dbo` script is not on the path."""
 
-import sys
-
-from dbo.cli.frame import main
+from dbo.cli.script import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -7,7 +7,7 @@ import argparse
 from dbo import registry
 from dbo.bench import dcp, moe
 from dbo.bench.table import table, to_json
-from dbo.bench.timing import chosen, measure
+from dbo.bench.timing import Result, chosen, measure
 from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
@@ -34,13 +34,25 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, reached: Reached) -> Answer:
-    """Measure one benchmark after another. Missed targets are told, and are no error: the machine decides."""
+    """Measure one benchmark after another; Ctrl-C ends it and gives those that are done.
+
+    Missed targets are told, and are no error: the machine decides.
+    """
     if args.world in PROCESSES:
         text, data, right = PROCESSES[args.world].run(args, reached.stage)
         return Answer(text=text, data=data, exit=Exit.GOOD if right else Exit.VIOLATION)
-    results = []
-    for benchmark in chosen(registry.benchmarks(args.world), args.only):
-        reached.stage(f"timing {benchmark.name}")
-        results.append(measure(benchmark, args.repeat))
-    data = {"world": args.world, "repeat": args.repeat, "benchmarks": to_json(results)}
-    return Answer(text=table(results), data=data)
+    results: list[Result] = []
+    benchmarks = chosen(registry.benchmarks(args.world), args.only)
+    interrupted = False
+    try:
+        for benchmark in benchmarks:
+            reached.stage(f"timing {benchmark.name}")
+            results.append(measure(benchmark, args.repeat))
+    except KeyboardInterrupt:
+        interrupted = True
+    data = {"world": args.world, "repeat": args.repeat, "benchmarks": to_json(results), "interrupted": interrupted}
+    if not interrupted:
+        return Answer(text=table(results), data=data)
+    error = f"interrupted while {reached.stages[-1]}, with {len(results)} of {len(benchmarks)} benchmarks timed"
+    data |= {"error": error, "exit": int(Exit.INTERRUPTED)}
+    return Answer(text=table(results) if results else "", data=data, exit=Exit.INTERRUPTED)

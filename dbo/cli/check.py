@@ -15,7 +15,8 @@ from dbo.cli.progress import Reached
 from dbo.cli.prompts import read_prompts
 from dbo.cli.terminal import colours
 from dbo.config.flags import refuse_not_now
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, refusal
+from dbo.export.chrome import refuse_unwritable
 from dbo.main_job_types import CheckRequest
 
 _CONFIG = "config."
@@ -67,6 +68,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, reached: Reached) -> Answer:
     """Run the job and render what it found."""
+    reached.judges = True
     refuse_not_now(_prefixed(args, _NOT_NOW))
     if args.inject == "list":
         faults = registry.faults(getattr(args, _CONFIG + "world", "sim"))
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
 
 
 def _request(args: argparse.Namespace) -> CheckRequest:
-    if args.trace is not None and (args.trace.is_dir() or not args.trace.absolute().parent.is_dir()):
-        raise UsageError(refusal("--trace names a file in a folder that exists", "create the folder", trace=args.trace))
+    if args.trace is not None:
+        refuse_unwritable(args.trace, "trace")
     return CheckRequest(
         flags=_prefixed(args, _CONFIG),
         model=args.model,
@@ -113,7 +115,7 @@ def _kind(flag: config.Flag) -> dict[str, Any]:
     """argparse options of one declared flag; a switch can also be turned off, `--no-enable-dbo`."""
     if flag.type is None:
         return {"action": argparse.BooleanOptionalAction, "help": flag.help}
-    metavar = None if flag.choices else flag.flag.rpartition("-")[2].upper()
+    metavar = None if flag.choices else flag.metavar
     return {"type": flag.type, "choices": flag.choices, "help": flag.help, "metavar": metavar}
 
 

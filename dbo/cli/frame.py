@@ -18,7 +18,7 @@ from dbo import __version__
 from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser
 from dbo.cli.progress import Reached
-from dbo.errors import DBOError, NotAvailable, UsageError
+from dbo.errors import DBOError, NotAvailable, UsageError, refusal
 
 # Name -> module. A module has HELP (a line), add_arguments(parser) and run(args, reached) -> Answer.
 COMMANDS = {
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 good, 1 violation, 2 usage, 3 not available here."""
+    """Run one command line and return its exit code, one of `Exit`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     reached = Reached()
@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer = args.run(args, reached)
     except KeyboardInterrupt:
         answer = _interrupted(reached)
+    except SystemExit as end:
+        if why := _write(""):
+            raise SystemExit(_unprinted(Answer(text=""), why)) from None
+        raise end
     except Exception as error:
         answer = _failed(error)
     reached.clear()
@@ -73,7 +77,7 @@ def _failed(error: Exception) -> Answer:
         case DBOError():
             code = Exit.VIOLATION
         case _:
-            traceback.print_exc()
+            _tell(traceback.format_exc().rstrip())
             code = Exit.INTERNAL
     message = str(error) if code != Exit.INTERNAL else f"a defect of dbo itself: {type(error).__name__}: {error}"
     return Answer(text="", data={"error": message, "exit": int(code)}, exit=code)
@@ -81,9 +85,11 @@ def _failed(error: Exception) -> Answer:
 
 def _interrupted(reached: Reached) -> Answer:
     stage = reached.stages[-1] if reached.stages else "starting"
-    data: dict[str, Any] = {
-        "error": f"interrupted while {stage}, after {len(reached.steps)} finished steps",
-        "exit": int(Exit.INTERRUPTED),
+    data: dict[str, Any] = {"error": f"interrupted while {stage}", "exit": int(Exit.INTERRUPTED)}
+    if not reached.judges:
+        return Answer(text="", data=data | {"reached": {"stages": reached.stages}}, exit=Exit.INTERRUPTED)
+    data |= {
+        "error": f"{data['error']}, after {len(reached.steps)} finished steps",
         "verdict": "inconclusive",
         "reached": {"stages": reached.stages, "steps": [report.step for report in reached.steps]},
     }
@@ -97,17 +103,51 @@ def _interrupted(reached: Reached) -> Answer:
 def _print(answer: Answer, *, as_json: bool) -> int:
     error = answer.data.get("error")
     if error is not None:
-        print(f"dbo: {error}", file=sys.stderr)
-    try:
-        if as_json:
-            print(json.dumps(answer.data, allow_nan=False), flush=True)
-        elif answer.text:
-            _tolerant(sys.stdout)
-            print(answer.text, flush=True)
-    except BrokenPipeError:
-        # The reader has gone (`dbo check | head`): keep the verdict, and keep the interpreter from flushing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _tell(f"dbo: {error}")
+    text = json.dumps(answer.data, allow_nan=False) if as_json else answer.text
+    if text and (why := _write(f"{text}\n")):
+        return _unprinted(answer, why)
     return int(answer.exit)
+
+
+def _write(text: str) -> str:
+    """Write to stdout and flush it; why it could not be, or "" when all is well, or nobody reads any more."""
+    if sys.stdout is None:
+        return "it is closed"
+    try:
+        _tolerant(sys.stdout)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence(sys.stdout)  # the reader has gone (`dbo check | head`): keep the verdict
+    except OSError as error:
+        _silence(sys.stdout)
+        return error.strerror or str(error)
+    return ""
+
+
+def _unprinted(answer: Answer, why: str) -> int:
+    """Tell on stderr what stdout did not take, as far as a line can."""
+    rule = "an answer needs a standard output that takes it"
+    found = {"verdict": answer.data["verdict_text"]} if "verdict_text" in answer.data else {}
+    _tell(f"dbo: {refusal(rule, 'point it at a file with room', stdout=why, **found, exit=int(answer.exit))}")
+    return int(Exit.UNPRINTED)
+
+
+def _tell(line: str) -> None:
+    """A line on stderr, if it can be had: the exit code speaks without it too."""
+    if sys.stderr is None:
+        return
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Keep the interpreter from flushing once more, at its end, what could not be written."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _tolerant(stream: TextIO) -> None:

@@ -62,5 +62,5 @@ def _budget(text: str) -> tuple[int | None, float | None]:
     """ "200" cases, or "60s"."""
     number = text.removesuffix("s")
     if not number.isascii() or not number.isdigit() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"needs a number of cases, as 200, or of seconds, as 60s, not {text!r}")
+        raise argparse.ArgumentTypeError("a number of cases, as 200, or of seconds, as 60s")
     return (None, float(number)) if text.endswith("s") else (int(number), None)

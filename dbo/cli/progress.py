@@ -11,9 +11,14 @@ from dbo.main_job_types import StepReport
 
 @dataclass(kw_only=True)
 class Reached:
-    """Implements `dbo.main_job_types.Progress`. Shows one line, rewritten in place, on a terminal only."""
+    """Implements `dbo.main_job_types.Progress`. Shows one line, rewritten in place, on a terminal only.
 
-    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    Attributes:
+        judges: the command ends in a verdict on steps, so an interrupt says how far it came.
+    """
+
+    judges: bool = False
+    stream: TextIO | None = field(default_factory=lambda: sys.stderr)
     stages: list[str] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
 
@@ -27,11 +32,12 @@ class Reached:
 
     def clear(self) -> None:
         """Remove the progress line before anything else is printed."""
-        if self.stream.isatty():
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        self._rewrite("")
 
     def _show(self, text: str) -> None:
-        if self.stream.isatty():
-            self.stream.write(f"\r\x1b[K{text[:100]} …")
+        self._rewrite(f"{text[:100]} …")
+
+    def _rewrite(self, line: str) -> None:
+        if self.stream is not None and self.stream.isatty():
+            self.stream.write(f"\r\x1b[K{line}")
             self.stream.flush()

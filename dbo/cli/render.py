@@ -23,7 +23,6 @@ def to_json(result: CheckResult) -> dict[str, Any]:
     data = asdict(result)
     data["verdict"] = result.verdict.name
     data["verdict_text"] = result.verdict.text
-    data["trace"] = str(result.trace) if result.trace is not None else None
     data["exit"] = result.exit_code
     return _finite(data)
 
@@ -108,7 +107,9 @@ def _by_rank(values: Sequence[str]) -> str:
 
 def _layer(result: CheckResult) -> str:
     if not result.order:
-        return "steady layer: none, no step was split"
+        split = any(step.split for step in result.steps)
+        why = "the model has too few MoE layers" if split else "no step was split"
+        return f"steady layer: none, {why}"
     lines = []
     if result.steady_layer is not None:
         layer = result.steady_layer
@@ -122,7 +123,7 @@ def _overlap(result: CheckResult) -> str:
     overlap = result.overlap
     if overlap.hidden_share is None:
         split = any(step.split for step in result.steps)
-        return f"overlap: not measured, {'exchanges take no time of their own here' if split else 'no step was split'}"
+        return f"overlap: not measured, {'no exchange takes time of its own here' if split else 'no step was split'}"
     ideal = "" if overlap.ideal_share is None else f" (the schedule's own ideal: {overlap.ideal_share:.1%})"
     return f"overlap: {overlap.hidden_share:.1%} of communication hidden{ideal}, {overlap.exposed_us:.1f} µs exposed"
 

@@ -8,8 +8,10 @@ from typing import TextIO
 _CODES = {"green": "32", "red": "31", "yellow": "33", "bold": "1"}
 
 
-def colours(stream: TextIO) -> bool:
-    """Whether `stream` may show colour: a terminal, and neither NO_COLOR nor TERM=dumb is set."""
+def colours(stream: TextIO | None) -> bool:
+    """Whether `stream` may show colour: an open one, a terminal, and neither NO_COLOR nor TERM=dumb is set."""
+    if stream is None:
+        return False
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -20,6 +20,7 @@ class Flag:
         type: turns the text into a value; None for a switch that stores True.
         choices: the texts that are taken; None: any.
         help: one line.
+        unit: what its value counts, where the flag's last word does not say it.
     """
 
     flag: str
@@ -27,6 +28,12 @@ class Flag:
     type: Callable[[str], Any] | None
     choices: tuple[str, ...] | None = None
     help: str
+    unit: str = ""
+
+    @property
+    def metavar(self) -> str:
+        """What a help text calls the value."""
+        return (self.unit or self.flag.rpartition("-")[2]).upper()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,7 @@ FLAGS: tuple[Flag, ...] = (
         field="low_latency_max_tokens_per_rank",
         type=int,
         help="rows a rank may send in one low-latency call (default: what the queue pairs allow)",
+        unit="tokens",
     ),
     Flag(
         flag="--queue-pair-depth",
@@ -157,7 +165,7 @@ FLAGS: tuple[Flag, ...] = (
         help="most tokens of one step of a rank",
     ),
     Flag(flag="--max-num-seqs", field="max_num_seqs", type=int, help="most requests of one step of a rank"),
-    Flag(flag="--max-model-len", field="max_model_len", type=int, help="longest sequence, in tokens"),
+    Flag(flag="--max-model-len", field="max_model_len", type=int, help="longest sequence, in tokens", unit="tokens"),
     Flag(flag="--block-size", field="block_size", type=int, help="tokens of a KV block"),
     Flag(
         flag="--num-kv-blocks",

@@ -1,4 +1,4 @@
-"""Every refusal and warning of SPEC section 2, each one sentence: the rule, ``name=value``, the fix.
+"""Every refusal and warning of a configuration, each one sentence: the rule, ``name=value``, the fix.
 
 A rule is a generator that yields the sentences it objects with, so that a configuration can be refused with the first
 or explained with all. Rules are independent of each other; all rely on `rules_values`.

@@ -18,13 +18,13 @@ def dbo_needs_expert_parallelism(case: Case) -> Iterator[str]:
     if not config.enable_expert_parallel:
         yield refusal(
             "DBO hides the exchange between experts and needs expert parallelism",
-            "add --enable-expert-parallel or drop --enable-dbo",
+            "add --enable-expert-parallel or pass --no-enable-dbo",
             enable_expert_parallel=False,
         )
     if config.num_ranks < 2:
         yield refusal(
             "DBO needs expert parallelism over more than one rank",
-            "set --data-parallel-size 2 or more, or drop --enable-dbo",
+            "set --data-parallel-size 2 or more, or pass --no-enable-dbo",
             data_parallel_size=config.data_parallel_size,
             decode_context_parallel_size=config.decode_context_parallel_size,
         )
@@ -35,7 +35,7 @@ def ubatch_count(case: Case) -> Iterator[str]:
     if config.enable_dbo and config.num_ubatches < 2:
         yield refusal(
             "DBO cuts a step in at least two ubatches",
-            "set --ubatch-size 2 or drop --enable-dbo",
+            "set --ubatch-size 2 or pass --no-enable-dbo",
             num_ubatches=config.num_ubatches,
         )
     most = BACKENDS[config.all2all_backend].max_ubatches

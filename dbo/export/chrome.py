@@ -7,6 +7,7 @@ arrow where one line waits for another (batons, events, collectives). `dbo` is `
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,38 @@ _Event = dict[str, Any]
 
 
 def write_trace(trace: Trace, path: str | Path) -> Path:
-    """Write `trace` for both readers; the bytes depend on nothing but the trace. Returns the path."""
+    """Write `trace` for both readers; the bytes depend on nothing but the trace. Returns the path.
+
+    Raises:
+        OSError: the file cannot be written. `refuse_unwritable` tells most of that before there is a trace.
+    """
     path = Path(path)
     data = {"traceEvents": list(trace_events(trace)), "displayTimeUnit": "ns", "dbo": trace.to_json()}
     path.write_text(json.dumps(data, sort_keys=True, separators=(",", ":")), encoding="utf-8")
     return path
+
+
+def refuse_unwritable(path: Path, flag: str) -> None:
+    """Refuse what `--flag` names, where it is known before the run that no file can be written there.
+
+    Raises:
+        UsageError: a folder, a file in none, or one that this process may not make or change.
+    """
+    named = {flag: path}
+    if os.path.isdir(path):
+        raise UsageError(refusal(f"--{flag} names a file, not a folder", "name a file", **named))
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(refusal(f"--{flag} names a file in a folder that exists", "create the folder", **named))
+    there = os.path.lexists(path)
+    if there and not os.path.isfile(path):
+        return  # a device or a pipe: opening it to ask would already be heard at its other end
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+        if not there:
+            path.unlink()
+    except OSError as error:
+        rule = f"--{flag} names a file that can be written"
+        raise UsageError(refusal(rule, "name another file", **named, why=error.strerror)) from error
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -129,13 +129,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _refuse_other_models(raw: Mapping[str, Any]) -> None:
-    model_type, architectures = raw.get("model_type"), raw.get("architectures") or ["DeepseekV2ForCausalLM"]
-    if model_type != "deepseek_v2" or architectures != ["DeepseekV2ForCausalLM"]:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if model_type != "deepseek_v2" or (architectures or ["DeepseekV2ForCausalLM"]) != ["DeepseekV2ForCausalLM"]:
         fix = "use a DeepSeek-V2 folder, or make one with the generator"
         raise bad_model("the model is a DeepseekV2ForCausalLM", fix, model_type=model_type, architectures=architectures)
     if quantisation := raw.get("quantization_config"):
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise bad_model("weights are not quantised", "use the bf16 checkpoint", quantization_config=method)
+    heads = whole(raw, "num_attention_heads")
     supported: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         ("scoring_func", (None, "softmax"), "the router scores with softmax; V3's sigmoid scoring is not computed"),
         ("topk_method", (None, "greedy", "group_limited_greedy"), "the router takes the top k, plain or by groups"),
@@ -143,7 +144,7 @@ def _refuse_other_models(raw: Mapping[str, Any]) -> None:
         ("attention_bias", (None, False), "attention projections have no bias"),
         ("mlp_bias", (None, False), "MLP projections have no bias"),
         ("hidden_act", (None, "silu"), "MLPs are gated by silu"),
-        ("num_key_value_heads", (None, raw.get("num_attention_heads")), "MLA has as many key as query heads"),
+        ("num_key_value_heads", (None, heads), "MLA has as many key as query heads"),
         ("partial_rotary_factor", (None, 1, 1.0), "the rotary part of a head is rotated as a whole"),
     )
     for name, values, rule in supported:

@@ -41,7 +41,7 @@ def whole(raw: Mapping[str, Any], name: str, *, default: int | None = None, leas
     value = raw.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise bad_model(f"config.json gives an integer >= {least} here", "correct config.json", **{name: value})
+        raise bad_model(f"config.json gives an integer >= {least} here", "correct config.json", **{name: repr(value)})
     return value
 
 
@@ -52,7 +52,7 @@ def real(raw: Mapping[str, Any], name: str, *, default: float | None = None, pos
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (positive and value == 0):
         kind = "positive" if positive else "non-negative"
-        raise bad_model(f"config.json gives a {kind} number here", "correct config.json", **{name: value})
+        raise bad_model(f"config.json gives a {kind} number here", "correct config.json", **{name: repr(value)})
     return float(value)
 
 
@@ -60,5 +60,5 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """One id, a list of ids, or null, as config.json writes `eos_token_id`."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
-        raise bad_model("a token id is an integer", "correct config.json", eos_token_id=value)
+        raise bad_model("a token id is an integer", "correct config.json", eos_token_id=repr(value))
     return tuple(ids)

@@ -31,9 +31,11 @@ class YarnConfig:
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
     """Both forms say the same: `rope_scaling` beside `rope_theta`, or one dict `rope_parameters`."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.keys() - ROPE_KEYS:
-        unknown = sorted(rope.keys() - ROPE_KEYS) if isinstance(rope, dict) else type(rope).__name__
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(name) or {}
+    if not isinstance(rope, dict):
+        raise bad_model("config.json gives rope's parameters as an object", "correct config.json", **{name: repr(rope)})
+    if unknown := sorted(rope.keys() - ROPE_KEYS):
         fix = "use a checkpoint with plain or YaRN rope"
         raise bad_model("every rope parameter is computed, none ignored", fix, unknown=unknown)
     kind = rope.get("rope_type") or rope.get("type") or "default"

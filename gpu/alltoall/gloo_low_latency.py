@@ -1,6 +1,6 @@
 """The low-latency exchange on CPU tensors, between real processes over gloo (needs torch). For runs without devices.
 
-It keeps the rules of DeepEP's `Buffer` (SPEC section 7): two halves, a receive that a hook completes, numbered calls,
+It keeps the rules of DeepEP's `Buffer`: two halves, a receive that a hook completes, numbered calls,
 fixed sizes, weights applied in combine. The send half starts the bytes and returns; the hook waits for them. Any
 dtype.
 

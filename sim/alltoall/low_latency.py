@@ -1,6 +1,6 @@
 """The low-latency all-to-all of the simulated machine, with the two methods of DeepEP's `Buffer` that the adapter calls.
 
-Rules (SPEC section 7): calls are numbered over dispatch and combine; call k uses receive buffer k mod 2, and its send clears
+Calls are numbered over dispatch and combine; call k uses receive buffer k mod 2, and its send clears
 the flags of the other one. A call has two halves: the send kernel on the current stream, then a transfer that runs beside
 the streams, then the receive kernel, which the hook launches on the stream that was current at the send.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,19 +112,15 @@ class Fault:
 
     def _require(self, config: DBOConfig, site: Site) -> None:
         if self.backends and config.all2all_backend not in self.backends:
-            raise UsageError(
-                refusal(
-                    f"--inject {self.name} breaks something that only {' and '.join(self.backends)} has",
-                    f"pass --all2all-backend {self.backends[0]}",
-                    all2all_backend=config.all2all_backend,
-                )
-            )
+            rule = f"--inject {self.name} needs {_one_of(self.backends)}"
+            fix = f"pass --all2all-backend {self.backends[0]}"
+            raise UsageError(refusal(rule, fix, all2all_backend=config.all2all_backend))
         if self.exchanges and config.decode_context_parallel_size < 2:
             rule = f"--inject {self.name} breaks a DCP group"
             fix = f"pass --decode-context-parallel-size 2 --dcp-comm-backend {self.exchanges[0]}"
             raise UsageError(refusal(rule, fix, decode_context_parallel_size=config.decode_context_parallel_size))
         if self.exchanges and config.dcp_comm_backend not in self.exchanges:
-            rule = f"--inject {self.name} breaks something that only {' and '.join(self.exchanges)} has"
+            rule = f"--inject {self.name} needs {_one_of(self.exchanges)}"
             fix = f"pass --dcp-comm-backend {self.exchanges[0]}"
             raise UsageError(refusal(rule, fix, dcp_comm_backend=config.dcp_comm_backend))
         if self.split and not config.enable_dbo:
@@ -135,3 +131,7 @@ class Fault:
             if key in self.keys and getattr(site, key) >= limit:
                 rule = f"--inject {self.name} names a {key} that exists"
                 raise UsageError(refusal(rule, f"use one below {limit}", **{key: getattr(site, key)}))
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

@@ -335,6 +335,12 @@ def test_a_fault_is_found_by_its_id_and_names_the_culprit(dbo: Dbo, folder: Path
     assert f"--inject {fault.name}" in first["replay"]
 
 
+@pytest.mark.parametrize("fault", [fault.name for fault in CATALOGUE if fault.numeric])
+def test_a_fault_of_numbers_is_refused_without_numbers(dbo: Dbo, fault: str) -> None:
+    place = DCP if fault.startswith("dcp-") else ("--all2all-backend", "nccl")
+    assert_refused(dbo("--mode", "ordering", "--inject", fault, *place), f"--inject {fault}", "use --mode numeric")
+
+
 def test_the_list_names_every_fault_first_and_its_backends(dbo: Dbo) -> None:
     lines = dbo("--inject", "list", json=False).out.splitlines()
     assert [line.split()[0] for line in lines] == [fault.name for fault in CATALOGUE]
@@ -514,3 +520,28 @@ def test_files_that_are_made_by_themselves_lie_in_a_folder_of_the_user(
     (mine,) = tmp_path.glob("dbo-*")
     assert mine.name == f"dbo-{os.getuid()}" and mine.stat().st_mode & 0o777 == 0o700
     assert json.loads(capsys.readouterr().out)["trace"] == str(mine / "check-0.json")
+
+
+def test_a_failed_step_is_in_the_table(dbo: Dbo, folder: Path) -> None:
+    answer = dbo("--model", folder, "--mode", "ordering", "--inject", "raise")
+    failed = [step for step in answer.data["steps"] if step["phase"] == "failed"]
+    assert [step["step"] for step in failed] == [answer.data["violations"][0]["step"]]
+    assert failed[0]["why"].startswith("UBatchError; ")
+    steps = [step["step"] for step in answer.data["steps"]]
+    assert steps == sorted(set(steps))
+    text = dbo("--model", folder, "--mode", "ordering", "--inject", "raise", json=False).out
+    assert re.search(r"^0 +failed +.*scheduled again$", text, re.MULTILINE), text
+
+
+def test_a_good_verdict_says_what_it_does_not_speak_of(dbo: Dbo, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("hi\n")
+    answer = dbo("--model", folder, "--mode", "ordering", "--prompts", tmp_path / "short.txt")
+    assert answer.exit == 0 and any("no step was split" in warning for warning in answer.data["warnings"])
+    (tmp_path / "serial.txt").write_text(
+        "schedule serial\nbackends nccl\nlayer A0 A1 D.send@comm D.recv | MLP C.send@comm C.recv S |\n"
+    )
+    words = ("--all2all-backend", "nccl", "--dbo-schedule", tmp_path / "serial.txt")
+    answer = dbo("--model", folder, "--mode", "ordering", *words)
+    assert answer.data["overlap"]["ideal_share"] == 0.0
+    assert any("hides nothing" in warning for warning in answer.data["warnings"])
+    assert dbo("--model", folder, "--mode", "ordering").data["warnings"] == []

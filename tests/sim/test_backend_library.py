@@ -1,6 +1,6 @@
 """The simulated DeepEP objects as a library: events, streams, refusals, captures. No torch.
 
-One program in the manner of FAULTS, vllm#38451 and vllm#27666: work A on compute, then the other ubatch's B, then a
+One program in the manner of vllm#38451 and vllm#27666 (docs/faults.md): work A on compute, then the other ubatch's B, then a
 dispatch that depends on A only.
 """
 

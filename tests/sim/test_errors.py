@@ -1,4 +1,4 @@
-"""An error anywhere ends its step on every rank in a bounded number of ticks, and the next step works (SPEC section 5).
+"""An error anywhere ends its step on every rank in a bounded number of ticks, and the next step works.
 
 Every case runs the whole program twice: clean, and with one raise. The raise happens once, so the failed step is run
 again by the next one, and in the end every request has all of its tokens.
@@ -16,7 +16,7 @@ from dbo.errors import PeerFailed, UBatchError
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.player import SchedulePlayer
 from dbo.program import Program
-from dbo.rank import RankJob
+from dbo.rank import MOST_FAILURES, SPARE_STEPS, RankJob
 from dbo.runner import StepOutcome
 from dbo.schedule import Item, Point
 from dbo.ubatch import UBatchContext, dbo_current_ubatch_id
@@ -186,7 +186,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def check_ended_and_recovered(launched: Launched, clean: Launched, *, rank: int, ubatch: int, words: str) -> None:
-    """The promises of SPEC section 5, one by one."""
+    """What an error in a step promises (docs/design.md, section 4), one by one."""
     assert not launched.deadlocked
     assert launched.ticks <= 2 * clean.ticks, "a failed step costs at most its own repetition"
     for own, outcomes in enumerate(outcomes_of(launched)):
@@ -371,13 +371,16 @@ def test_what_ends_the_process_ends_the_run_and_not_the_step(vehicle: str, stop:
         run(job, vehicle=vehicle)
 
 
-def test_a_run_whose_every_step_fails_ends_and_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_every_step_fails_ends_and_is_no_proof() -> None:
     def before_ubatch(index: int) -> None:
         raise Broken("always")
 
-    monkeypatch.setattr("dbo.rank.SPARE_STEPS", 5)
-    job = ordering_job(((9, 5), (7, 6)), new_tokens=3, programs=lambda rank: Program(before_ubatch=before_ubatch))
-    assert job.most_steps == 5 + (9 + 3) + (5 + 3)
-    launched = run(job)
-    assert [len(rank) for rank in outcomes_of(launched)] == [job.most_steps] * 2
+    launched = run(ordering_job(programs=lambda rank: Program(before_ubatch=before_ubatch)))
+    assert [len(rank) for rank in outcomes_of(launched)] == [MOST_FAILURES] * 2
     assert not verdict_of(launched).verdict.good
+
+
+def test_a_run_has_steps_for_all_that_its_requests_need() -> None:
+    job = ordering_job(((9, 5), (7, 6)), new_tokens=3)
+    assert job.most_steps == SPARE_STEPS + (9 + 3) + (5 + 3)
+    assert replace(job, max_steps=4).most_steps == 4

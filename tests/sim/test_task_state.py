@@ -1,6 +1,6 @@
 """What a ubatch thread has from the thread that called the step, for that step only: torch's per-thread modes.
 
-SPEC section 8: context variables, device, grad and inference mode, autocast, dispatch and function modes, stream.
+Context variables, device, grad and inference mode, autocast, dispatch and function modes, stream.
 `tests/unit/test_wrapper.py` has context variables and streams, which need no torch.
 """
 

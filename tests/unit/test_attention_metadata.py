@@ -1,4 +1,4 @@
-"""Device metadata of SPEC 4: cutting tensors gives what cutting the plan gives, and nothing is shared."""
+"""Device metadata of ubatches: cutting tensors gives what cutting the plan gives, and nothing is shared."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ def test_a_target_is_a_bound_on_one_side(target: Target, value: float, reached: 
     assert _result(value, target=target).reached is reached
 
 
-def test_one_sample_warms_up_where_there_are_several() -> None:
+def test_one_sample_warms_up() -> None:
     assert measure(_benchmark(values=[99.0, 1.0, 2.0]), 2).samples == (1.0, 2.0)
-    assert measure(_benchmark(values=[99.0]), 1).samples == (99.0,)
+    assert measure(_benchmark(values=[99.0, 3.0]), 1).samples == (3.0,)
 
 
 def test_a_long_benchmark_is_repeated_less() -> None:
@@ -115,3 +115,23 @@ def test_dbo_bench_prints_one_json_object(capsys: pytest.CaptureFixture[str]) ->
                                        ["bench", "sim", "--repeat", "0"]])  # fmt: skip
 def test_dbo_bench_refuses_what_it_does_not_know(arguments: list[str]) -> None:
     assert main(arguments) == 2
+
+
+def test_an_interrupted_dbo_bench_prints_what_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(benchmark: Benchmark, repeat: int) -> Result:
+        if benchmark.name == "coordination-8":
+            raise KeyboardInterrupt
+        return Result(benchmark=benchmark, samples=(1.0,))
+
+    monkeypatch.setattr("dbo.cli.bench.measure", measured)
+    line = ["bench", "sim", "--only", "compiled-64", "--only", "coordination-8"]
+    assert main(line) == 130
+    text = capsys.readouterr()
+    assert text.err == "dbo: interrupted while timing coordination-8, with 1 of 2 benchmarks timed\n"
+    assert "compiled-64" in text.out and "verdict" not in text.out and "coordination" not in text.out
+    assert main([*line, "--json"]) == 130
+    data = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in data["benchmarks"]] == ["compiled-64"]
+    assert (data["interrupted"], data["exit"]) == (True, 130)

@@ -63,12 +63,26 @@ def check_one_object(out):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "COMMAND"),
-        (["chekc"], "chekc"),
+        ([], "must be given: missing=COMMAND; see `dbo --help`"),
+        (["chekc"], "a command must be known: command=chekc; did you mean check?"),
+        (["moon"], "a command must be known: command=moon; choose one of bench, check,"),
         (["check", "--sed", "1"], "did you mean --seed?"),
-        (["check", "--world", "cpu"], "--world"),
-        (["check", "--steps", "0"], ">= 1"),
-        (["check", "--steps", "many"], "'many'"),
+        (["check", "--zzz"], "a flag must be known: flag=--zzz; `dbo check --help` lists the flags"),
+        (["check", "--world", "cpu"], "--world takes one of its choices: world='cpu'; choose one of sim, gpu"),
+        (["check", "--steps", "0"], "--steps takes an integer >= 1: steps='0'; pass such a value"),
+        (["check", "--steps", "many"], "--steps takes an integer >= 1: steps='many'; pass such a value"),
+        (["check", "--seed", "x"], "--seed takes an integer: seed='x'; pass such a value"),
+        (
+            ["check", "--dbo-split-points", "a"],
+            "--dbo-split-points takes integers between commas, as 16,64: dbo_split_points='a'; pass such a value",
+        ),
+        (["check", "--mode"], "this flag takes a value: flag=--mode; choose one of numeric, ordering"),
+        (["check", "--seed"], "this flag takes a value: flag=--seed; write --seed SEED"),
+        (["check", "--share-device=1"], "a switch takes no value: flag=--share-device, value='1'; drop the value"),
+        (["bench", "moon"], "world takes one of its choices: world='moon'; choose one of sim, dcp, moe"),
+        (["fuzz", "--budget", "x"], "or of seconds, as 60s: budget='x'; pass such a value"),
+        (["show", "x", "--text", "--png", "y"], "exclude each other: flags=--png, --text; drop one"),
+        (["show"], "must be given: missing=TRACE; see `dbo show --help`"),
         (["check", "left-over"], "argument=left-over"),
         (["check", "--tensor-parallel-size", "2"], "not now"),
         (["check", "--prompts", "no/such/file"], "No such file"),
@@ -166,6 +180,19 @@ def test_an_interrupt_says_what_was_reached(job, capsys):
     assert "inconclusive(interrupted)" in text.out
     assert main(["check", "--json"]) == 130
     assert check_one_object(capsys.readouterr().out)["reached"]["steps"] == [0]
+
+
+def test_an_interrupt_of_a_command_without_steps_says_nothing_of_a_verdict(monkeypatch, capsys):
+    def run(args, reached):
+        reached.stage("probing")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dbo.cli.doctor.run", run)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "dbo: interrupted while probing\n")
+    assert main(["doctor", "--json"]) == 130
+    found = {"error": "interrupted while probing", "exit": 130, "reached": {"stages": ["probing"]}}
+    assert check_one_object(capsys.readouterr().out) == found
 
 
 def test_flags_reach_the_request_and_only_those_that_were_given(job, tmp_path):

@@ -119,6 +119,16 @@ def test_chrome_writes_a_file_that_both_readers_take(path: str, tmp_path) -> Non
     assert json.loads(target.read_text(encoding="utf-8"))["traceEvents"]
 
 
+@pytest.mark.parametrize("target", ["{folder}/no/a.json", "/dev/full", "", "{folder}", "{folder}/" + "x" * 300])
+def test_a_chrome_file_that_cannot_be_written_is_refused(
+    path: str, tmp_path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    assert main(["show", path, "--chrome", target.format(folder=tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dbo: a trace is written to a folder that exists: chrome=")
+    assert line.endswith("; name another file")
+
+
 def test_png_draws_a_picture(path: str, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     target = tmp_path / "layer.png"

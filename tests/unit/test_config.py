@@ -1,4 +1,4 @@
-"""Every refusal of SPEC 2, its neighbour that passes, derived defaults, the graph ladder, and agreement over ranks."""
+"""Every refusal of a configuration, its neighbour that passes, derived defaults, the graph ladder, and agreement over ranks."""
 
 from __future__ import annotations
 
@@ -420,6 +420,12 @@ def test_types_parse_what_a_shell_hands_over():
     assert by_field["enable_dbo"].type is None
     assert by_field["split_points"].type("16,32") == (16, 32)
     assert by_field["num_ubatches"].type("2") == 2
+
+
+def test_a_value_is_called_by_what_it_counts():
+    called = {f.flag: f.metavar for f in FLAGS}
+    assert called["--low-latency-max-tokens-per-rank"] == called["--max-model-len"] == "TOKENS"
+    assert (called["--seed"], called["--queue-pair-depth"]) == ("SEED", "DEPTH")
 
 
 @pytest.mark.parametrize("entry", NOT_NOW, ids=lambda entry: entry.field)

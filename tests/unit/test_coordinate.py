@@ -1,4 +1,4 @@
-"""The decision table of SPEC 3: every numbered rule, every case line, their neighbours, and a slow oracle."""
+"""The decision over all ranks: cases line by line, their neighbours, every rule alone, and a slow oracle."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def outcome(cols, **common):
 
 
 S, N = True, False
-SPEC_CASES = [
-    # the case lines of SPEC 3, then the neighbours of each
+CASES = [
+    # a case, then its neighbours
     ("both at 64", {"tokens": [64, 64]}, {}, (S, "NONE", (64, 64))),
     ("8 votes no", {"tokens": [64, 8]}, {}, (N, "NONE", (64, 8))),
     (
@@ -160,7 +160,7 @@ SPEC_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("cols", "common", "expected"), [c[1:] for c in SPEC_CASES], ids=[c[0] for c in SPEC_CASES])
+@pytest.mark.parametrize(("cols", "common", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_case(cols, common, expected):
     assert outcome(columns(**cols), **common) == expected
 
@@ -306,7 +306,7 @@ def test_every_rank_reaches_the_same_decision_through_one_all_reduce():
 
 
 def oracle(cols, num_ubatches, split_points, captured):
-    """SPEC 3, sentence by sentence, without sharing a line with the code: (split, mode, padded, points)."""
+    """The rules of the decision, one by one, without sharing a line with the code: (split, mode, padded, points)."""
     busy = [c for c in cols if c["real"] > 0]
     if len(busy) == 0:
         return False, "NONE", [0] * len(cols), []

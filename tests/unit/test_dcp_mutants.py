@@ -1,4 +1,4 @@
-"""Every way that the packed exchange is known to have been written wrongly (FAULTS section 2), each killed by name.
+"""Every way that the packed exchange is known to have been written wrongly, each killed by name.
 
 A check is one function of an implementation. It passes for the right one and fails for the mutant: `killed` asserts
 both, and where a test says what *hides* a mutant, that its separating input is needed.

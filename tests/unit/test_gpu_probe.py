@@ -28,7 +28,8 @@ def test_without_devices_only_what_gloo_carries_is_there(monkeypatch):
     pytest.importorskip("torch", reason="gloo and the devices are torch's")
     backends = backends_of(monkeypatch, (), nccl=())
     assert {name for name, answer in backends.items() if answer.there} == set(probe.CPU_BACKENDS)
-    assert "--device cpu" in backends["deepep_v2"].fix
+    for name in ("deepep_high_throughput", "deepep_v2"):
+        assert "--device cpu" not in backends[name].fix and "--world sim" in backends[name].fix
 
 
 def test_one_device_runs_deepep_v1_shared_and_no_nccl(monkeypatch):
@@ -86,6 +87,10 @@ def test_a_run_is_refused_by_name_where_devices_are_missing(monkeypatch):
     shared = probe.machine(device="auto", ranks=2, share_device=True)
     assert shared.options == {"device": "cuda", "share_device": True} and shared.limits.num_devices == 2
     assert shared.limits.memory_bytes == 2**36 and shared.capabilities == ()
+    monkeypatch.setattr(probe, "_devices", lambda: ())
+    with pytest.raises(NotAvailable, match="num_devices=0, num_ranks=2; .*--device cpu") as none:
+        probe.machine(device="auto", ranks=2, share_device=False)
+    assert "--share-device" not in str(none.value)
     with pytest.raises(UsageError, match="device=cpu, share_device=True"):
         probe.machine(device="cpu", ranks=2, share_device=True)
     assert probe.machine(device="cpu", ranks=2, share_device=False).capabilities == ("any_dtype", "any_hidden_size")

@@ -65,13 +65,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "grouped heads": ({"num_key_value_heads": 2}, "num_key_value_heads=2"),
     "llama3 rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_type=llama3"),
     "unknown rope key": ({"rope_scaling": YARN | {"warp": 1}}, "warp"),
-    "rope is no dict": ({"rope_scaling": "yarn"}, "unknown=str"),
+    "rope is no dict": ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
     "negative factor": ({"rope_scaling": YARN | {"factor": -1}}, "factor=-1"),
     "infinite": ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor=inf"),
     "rope base": ({"rope_theta": 1}, "rope_theta=1"),
     "quantised by name": ({"quantization_config": "awq"}, "quantization_config=awq"),
+    "no model at all": ({"model_type": None, "architectures": None}, "architectures=None"),
+    "heads are missing, key heads are there": (
+        {"num_attention_heads": None, "num_key_value_heads": 4},
+        "here: num_attention_heads=None",
+    ),
     "missing": ({"kv_lora_rank": None}, "kv_lora_rank=None"),
-    "text for a number": ({"hidden_size": "64"}, "hidden_size=64"),
+    "text for a number": ({"hidden_size": "64"}, "hidden_size='64'"),
     "true for a number": ({"num_hidden_layers": True}, "num_hidden_layers=True"),
     "zero": ({"vocab_size": 0}, "vocab_size=0"),
     "no shared expert": ({"n_shared_experts": None}, "n_shared_experts=None"),
@@ -82,7 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "num_experts_per_tok=2, eligible_experts=1",
     ),
     "uneven groups": ({"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "n_group=3"),
-    "eos": ({"eos_token_id": ["x"]}, "eos_token_id="),
+    "eos": ({"eos_token_id": ["x"]}, "eos_token_id=['x']"),
 }
 
 

@@ -100,8 +100,14 @@ def test_a_token_on_the_command_line_is_run(run):
 
 
 def test_markers_options_and_their_mistakes(run):
-    bad_marker = "import pytest\n@pytest.mark.dbo(rank=4)\ndef test_x(world): assert world\n"
-    assert "got ['rank']" in run(tests=bad_marker).stdout
+    for arguments, says in (
+        ("rank=4", "rank=4; did you mean ranks?"),
+        ("colour='red'", "colour='red'; drop colour"),
+        ("4", "arguments=(4,); name them"),
+        ("world='moon'", "the marker dbo names a world: world='moon'; choose one of gpu, sim"),
+    ):
+        bad_marker = f"import pytest\n@pytest.mark.dbo({arguments})\ndef test_x(world): assert world\n"
+        assert says in run(tests=bad_marker).stdout
     for option in (["--dbo-seed", "x"], ["--dbo-budget", "0"], ["--dbo-world", "cpu"]):
         done = run(*option)
         assert done.returncode == 4, done.stdout + done.stderr
@@ -127,6 +133,7 @@ def test_an_option_that_the_world_does_not_take_is_refused_and_not_ignored(run):
 
 ON_THE_SIMULATOR = """
 import pytest
+from dbo.check import judge
 from dbo.errors import DBOError
 
 @pytest.mark.dbo(ranks=3, mode="ordering")
@@ -140,6 +147,20 @@ def test_a_failing_program(world):
     with pytest.raises(DBOError, match="rank 0 fails"):
         world.run(program)
     assert str(world.run(program, check=False).errors[1]) == "rank 1 fails"
+
+@pytest.mark.dbo(mode="ordering")
+@pytest.mark.parametrize(("waits", "found"), [(True, ""), (False, "stream-race")])
+def test_a_race_is_for_the_judge(world, waits, found):
+    def program(own):
+        x = own.tensors.op("write", [], (4, 64))
+        written = own.compute.record_event()
+        own.set_stream(own.comm)
+        if waits:
+            own.comm.wait_event(written)
+        own.tensors.op("read", [x], (4, 64))
+    run = world.run(program)
+    verdict = judge(run.trace).verdict
+    assert (verdict.good, verdict.id) == (waits, found)
 """
 
 
@@ -147,7 +168,7 @@ def test_programs_run_on_the_simulator(run, tmp_path):
     (tmp_path / "suite" / "conftest.py").write_text("")
     done = run(tests=ON_THE_SIMULATOR)
     assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+    assert "4 passed" in done.stdout
 
 
 def test_it_can_be_turned_off(run):

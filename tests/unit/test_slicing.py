@@ -1,4 +1,4 @@
-"""Slices and plans of SPEC 4: what a ubatch gets equals what it would get alone."""
+"""Slices and plans: what a ubatch gets equals what it would get alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring by SPEC section 5, rule by rule, on both task vehicles of the simulated world."""
+"""The ring, rule by rule, on both task vehicles of the simulated world."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RINGS = [y for ubatches in (2, 3) for y in product(COUNTS, repeat=ubatches)]
 
 
 def law(yields: tuple[int, ...]) -> bool:
-    """SPEC section 5: every thread finishes iff y_0 >= y_1 >= … >= y_{U-1} >= y_0 - 1."""
+    """The ring law (docs/design.md, section 4): every thread finishes iff y_0 >= y_1 >= … >= y_{U-1} >= y_0 - 1."""
     chain = (*yields, yields[0] - 1)
     return all(a >= b for a, b in zip(chain, chain[1:], strict=False))
 

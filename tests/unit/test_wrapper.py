@@ -1,4 +1,4 @@
-"""`UBatchWrapper` by SPEC section 8: arguments, results, threads and their state, errors. Both task vehicles."""
+"""`UBatchWrapper`: arguments, results, threads and their state, errors. Both task vehicles."""
 
 from __future__ import annotations
 
