@@ -14,14 +14,15 @@ import numpy as np
 Request = tuple[Sequence[int], Sequence[np.ndarray]]
 """A request's tokens, and the row of logits `[vocab]` behind each."""
 
-MARGINS = {"float32": 1e-5, "float16": 0.0125, "bfloat16": 0.1}
+MARGINS = {"float32": 1e-5, "float16": 0.025, "bfloat16": 0.1}
 """Relative to the largest logit of the row: below it, the reference's first and second token are a tie.
 
 16-bit runs are compared with a reference in fp32, so the margin covers the rounding of activations through all layers. Four
-layers of the generated folder in bf16 gave logits within 0.075 of the reference's, by norm (two H200s, DeepEP V1).
+layers of the generated folder in bf16 gave logits within 0.075 of the reference's, by norm (two H200s, DeepEP V1), in fp16
+within 0.018 (CPU, seeds 0 and 3, with and without DBO).
 """
 
-TOLERANCES = {"float32": 1e-4, "float16": 0.0125, "bfloat16": 0.1}
+TOLERANCES = {"float32": 1e-4, "float16": 0.025, "bfloat16": 0.1}
 """By how much, relative and by norm, a row of logits may differ from the reference's while both have the same text."""
 
 

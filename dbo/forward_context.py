@@ -58,7 +58,8 @@ class ForwardContext:
         num_tokens_across_ranks: rows that every rank dispatches in this (u)batch, by rank; from the shared decision.
         dcp_size: C; the ranks of a DCP group have the same rows and share them out.
         graph_key: the step runs as a captured graph (`dbo.graphs.GraphKey`); None: eager.
-        real_tokens: with a graph, the real tokens of each (u)batch; the metadata's own counts are baked.
+        real_tokens: with a graph, the real tokens that this rank dispatches of each (u)batch; the metadata's own counts are
+            baked.
     """
 
     attn_metadata: Any

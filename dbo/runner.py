@@ -18,7 +18,7 @@ from dbo.batch_plan import BatchPlan, DCPLayout
 from dbo.config import DBOConfig
 from dbo.contract import World
 from dbo.coordinate import Decision, RankColumn, vote
-from dbo.dcp.interface import rows_of_peer
+from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
 from dbo.engine.batch import ModelInputs, build_batch, dummy_batch
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
@@ -211,7 +211,10 @@ class GPUModelRunner:
                 self.config, self.wrapper.schedule.name, num_tokens=[p.num_tokens_padded for p in parts],
                 num_reqs=[p.num_reqs for p in parts], query_len=query_len,
             )  # fmt: skip
-            context.real_tokens = [p.num_actual_tokens for p in parts]
+            size, peer = self._dcp_size, self.world.rank % self._dcp_size
+            context.real_tokens = [
+                real_rows_of_peer(p.num_actual_tokens, p.num_tokens_padded, size, peer) for p in parts
+            ]
             parts = [self._baked(part, query_len) for part in parts]
         metadata = [self.metadata_of(part) for part in parts]
         if padded is None:

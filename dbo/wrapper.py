@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dbo.contract import TaskState, World
-from dbo.dcp.interface import rows_of_peer
+from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
 from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
 from dbo.graphs import StepGraphs
@@ -82,7 +82,7 @@ class UBatchWrapper:
     def _step(self, context: ForwardContext, kwargs: dict[str, Any]) -> Any:
         """Run the step eagerly, or into an open capture."""
         if context.ubatch_slices is None:
-            self.world.set_real_tokens(context.num_real_tokens)
+            self._tell_real_rows(context)
             return self.model(**kwargs)
         slices: Sequence[UBatchSlice] = context.ubatch_slices
         arguments = [self._cut(kwargs, s, context.num_tokens) for s in slices]
@@ -97,9 +97,16 @@ class UBatchWrapper:
         for index, piece in enumerate(context.ubatch_slices):
             part = self._forward_context(context, index, piece)
             with override_forward_context(part):
-                self.world.set_real_tokens(part.num_real_tokens)
+                self._tell_real_rows(part)
                 outputs.append(self.model(**self._cut(kwargs, piece, context.num_tokens)))
         return self._join(outputs)
+
+    def _tell_real_rows(self, context: ForwardContext) -> None:
+        """What of this rank's dispatches is real; a peer of a DCP group dispatches a share of the rows."""
+        real, size = context.num_real_tokens, context.dcp_size
+        if size > 1:
+            real = real_rows_of_peer(real, context.num_tokens, size, self.world.rank % size)
+        self.world.set_real_tokens(real)
 
     # -- one split step ---------------------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class UBatchWrapper:
         self.world.in_ubatch(index, step=context.forward_context.step)  # also what fails before the ring is this step's
         try:
             self.program.before_ubatch(index)
-            self.world.set_real_tokens(context.forward_context.num_real_tokens)
+            self._tell_real_rows(context.forward_context)
             with context:
                 outputs[index] = self.model(**arguments)
         except Unwinding:

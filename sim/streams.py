@@ -106,7 +106,9 @@ class SimStream:
         task = self.world.task()
         if self.tail is not None:
             self.world.engine.wait_host(task, self.tail, f"synchronize {self.name}")
-        self.world.engine.host_record(task, "host.wait", self.name, {"why": "synchronize", "declared": True})
+        self.world.engine.host_record(
+            task, "host.wait", self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
+        )
 
 
 class SimEvent:
@@ -137,4 +139,12 @@ class SimEvent:
         task = self.world.task()
         if self.marker is not None:
             self.world.engine.wait_host(task, self.marker, f"synchronize {self.name}")
-        self.world.engine.host_record(task, "host.wait", self.name, {"why": "synchronize", "declared": True})
+        self.world.engine.host_record(
+            task, "host.wait", self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
+        )
+
+
+def _in_a_layer(world: SimWorld) -> bool:
+    """Whether the calling task computes a layer: a host that waits there launches nothing meanwhile, for either ubatch."""
+    _, layer, _, point = world.tags()
+    return layer >= 0 and bool(point)

@@ -1,4 +1,8 @@
-"""dp-disagreement: ranks decide differently about one step, or do something else than they decided."""
+"""dp-disagreement: ranks decide differently about one step, against the rules, or do something else than they decided.
+
+The rules are worked out here once more, from the table and the configuration, so that a mistake in `dbo.coordinate` that all
+ranks share is one too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.violation import Findings, need
+from dbo.coordinate import NUM_ROWS, ROW_PADDED, ROW_QUERY_LEN, ROW_READS_NEW_KV, ROW_REAL, ROW_VOTE
 from dbo.trace import Record, Trace
 
 ID = "dp-disagreement"
@@ -16,7 +21,7 @@ UNIT = "decisions compared with each other and with what was done"
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
-    """Per step: equal tables and decisions on all ranks; then as many ubatches and padded tokens as decided."""
+    """Per step: equal tables and decisions on all ranks, as the rules want them; then what was decided is what was done."""
     found = Findings(ID)
     steps: dict[int, dict[int, Record]] = {}
     for record in trace.of_kind("decide"):
@@ -36,6 +41,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
             if record is not first:
                 _compare(first, record, found)
             _compare_with_deeds(record, done, found)
+        _judge_by_the_rules(first, trace.meta.get("config") or {}, found)
     _compare_graphs(trace, found)
     return found
 
@@ -50,6 +56,40 @@ class _Done:
         for record in trace.of_kind("ubatch.enter"):
             self.ubatches.setdefault((record.rank, record.step), set()).add(record.ubatch)
         self.slices = {(r.rank, r.step): r for r in trace.of_kind("slices")}
+
+
+def _judge_by_the_rules(record: Record, config: Mapping[str, Any], found: Findings) -> None:
+    """Votes by the thresholds; a split iff all vote for it, no batch has to stay whole and no last ubatch is empty."""
+    table, decision = need(record, "table"), need(record, "decision")
+    if not {"enable_dbo", "num_ubatches"} <= config.keys() or len(table) != NUM_ROWS or decision["all_idle"]:
+        return
+    real, whole = table[ROW_REAL], any(table[ROW_READS_NEW_KV])
+    for rank, tokens in enumerate(real):
+        kind = "decode" if table[ROW_QUERY_LEN][rank] else "prefill"
+        threshold = config[f"dbo_{kind}_token_threshold"]
+        wants = config["enable_dbo"] and 0 < tokens >= threshold and not table[ROW_READS_NEW_KV][rank]
+        if bool(table[ROW_VOTE][rank]) != wants:
+            found.violate(
+                f"rank {rank} votes {'no' if wants else 'yes'} in step {record.step} with {tokens} tokens of {kind}: "
+                f"the threshold is {threshold}",
+                record,
+                rank=rank,
+            )
+            return
+    full, ubatches = decision["cudagraph_mode"] == "FULL", config["num_ubatches"]
+    if config.get("split_points") and full:
+        return  # points that cut inside a query are for eager steps only
+    rows = decision["num_tokens_padded"][0] if full else max(table[ROW_PADDED])
+    points = config.get("split_points") or [rows // ubatches * i for i in range(1, ubatches)]
+    possible = bool(points) and points[0] >= 1 and min(real) > points[-1]
+    agreed = all(table[ROW_VOTE]) and not whole
+    if decision["split"] and not agreed and possible:  # a last ubatch without tokens is `empty-ubatch`
+        found.violate(
+            f"step {record.step} is split, though not every rank votes for it, or a batch has to stay whole", record
+        )
+    elif agreed and possible and not decision["split"]:
+        why = "every rank votes for it and has tokens for every ubatch"
+        found.violate(f"step {record.step} is not split, though {why}: {decision['reason']}", record)
 
 
 def _compare(first: Record, record: Record, found: Findings) -> None:

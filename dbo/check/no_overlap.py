@@ -1,8 +1,9 @@
 """no-overlap: right answers, nothing hidden.
 
-Three witnesses. A communication that starts later than its own producer's end, because the last thing it waited for is
-the other ubatch's compute (its event was recorded after the yield), or the mirror image: compute that waits for the
-other ubatch's communication. A hidden share far below what the issue order allows.
+Four witnesses. An operation on the compute stream where the schedule has the comm stream. A communication that starts
+later than its own producer's end, because the last thing it waited for is the other ubatch's compute (its event was
+recorded after the yield), or the mirror image: compute that waits for the other ubatch's communication. A hidden share far
+below what the issue order allows.
 And steps that run without the graph that every rank wants (`dbo.check.ladder`).
 """
 
@@ -16,6 +17,7 @@ from dbo.check.hooks import failed_steps
 from dbo.check.ladder import judge_ladder
 from dbo.check.overlap import is_communication, measure, split_steps
 from dbo.check.violation import Findings
+from dbo.schedule import parse_schedule
 from dbo.trace import Record, Trace
 
 ID = "no-overlap"
@@ -61,6 +63,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         if culprit is not None and record.t_us - producer.end_us > _SLACK_US:
             place = (record.rank, record.ubatch, record.point or record.name)
             late.setdefault(place, []).append(_Late(record, producer, culprit))
+    _judge_streams(trace, split, found)
     for cases in late.values():
         _add(cases, found)
     # Without either of these a small share is the schedule's own: exchanges queue behind each other, and a host waits
@@ -71,6 +74,24 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         _judge_share(trace, happens, found)
     judge_ladder(trace, found)
     return found
+
+
+def _judge_streams(trace: Trace, split: set[tuple[int, int]], found: Findings) -> None:
+    """What the schedule puts on the comm stream has run there."""
+    text, backend = trace.meta.get("schedule", ""), trace.meta.get("backend")
+    if "\n" not in text or backend is None:
+        return
+    on_comm = {point.name for point in parse_schedule(text).program(backend).points if point.stream == "comm"}
+    for record in sorted(trace.records, key=lambda r: r.id):
+        if record.line != "compute" or record.kind in _MARKERS or (record.rank, record.step) not in split:
+            continue
+        if record.ubatch >= 0 and record.point in on_comm:
+            found.violate(
+                f"{record.name} of {record.point} of ubatch {record.ubatch} (rank {record.rank}, layer {record.layer}) runs "
+                f"on the compute stream, the schedule has it on the comm stream",
+                record,
+            )
+            return
 
 
 class _Late(NamedTuple):

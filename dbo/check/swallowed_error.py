@@ -1,7 +1,7 @@
-"""swallowed-error: an error in a ubatch hangs its step, or is lost, or the step returns fewer rows than it owes.
+"""swallowed-error: an error hangs its step, or is lost, or the step returns fewer rows than it owes.
 
-Every raise on a ubatch's line is reported. `handled` tells the promise kept (the step ended with that first error and
-no thread was left) from the promise broken; a test that raises on purpose ignores the handled ones.
+Every raise is reported, in a ubatch or in a step that is not split. `handled` tells the promise kept (the step ended with
+that first error and no thread was left) from the promise broken; a test that raises on purpose ignores the handled ones.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from dbo.check.violation import Findings, need
 from dbo.trace import Record, Trace
 
 ID = "swallowed-error"
-SENTENCE = "an error in a ubatch does not end its step with that error, or a step returns a short batch"
-UNIT = "ends of steps and errors of ubatches"
+SENTENCE = "an error does not end its step with that error, or a step returns a short batch"
+UNIT = "ends of steps and errors"
 
-PEER_FAILED = "PeerFailed"
-"""What a rank's exchanges raise when another rank has failed in the same step."""
+JUDGED_ELSEWHERE = frozenset(("PeerFailed", "StepDrift", "CaptureError"))
+"""A peer's failure, whose error is judged on that rank; and what `collective-mismatch` and `graph-capture` name better."""
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Judges each step's end by its first error, its rows and its threads."""
     found = Findings(ID)
     first: dict[tuple[int, int], Record] = {}
-    for record in sorted(trace.of_kind("error"), key=lambda r: r.id):
-        # A peer rank's failure is told to this rank as PeerFailed; the error to judge is the peer's.
-        if _on_ubatch_line(record) and record.attrs.get("type") != PEER_FAILED:
-            first.setdefault((record.rank, record.step), record)
     ends = {(record.rank, record.step): record for record in trace.of_kind("step.end")}
+    for record in sorted(trace.of_kind("error"), key=lambda r: r.id):
+        key = record.rank, record.step
+        if record.attrs.get("type") in JUDGED_ELSEWHERE or (not _on_ubatch_line(record) and key not in ends):
+            continue  # what is no runner's step has no end that could be missed
+        first.setdefault(key, record)
     for key, error in first.items():
         found.checked += 1
         _judge_error(error, ends.get(key), found)
@@ -39,7 +40,8 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
 
 def _judge_error(error: Record, end: Record | None, found: Findings) -> None:
     type_name, message = need(error, "type"), error.attrs.get("message", "")
-    raised = f"ubatch {error.ubatch} of rank {error.rank} raised {type_name}: {message} in step {error.step}"
+    who = f"ubatch {error.ubatch} of rank {error.rank}" if error.ubatch >= 0 else f"rank {error.rank}"
+    raised = f"{who} raised {type_name}: {message} in step {error.step}"
     if end is None:
         found.violate(f"{raised}, and the step never ended (hung)", error)
         return

@@ -63,6 +63,12 @@ def rows_of_peer(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
+def real_rows_of_peer(real: int, rows: int, size: int, peer: int) -> int:
+    """How many of the rows that `peer` dispatches are real, where the first `real` of T rows are."""
+    share = rows_of_peer(rows, size)
+    return max(0, min(share, real - peer * share))
+
+
 def place_in_groups(rank: int, size: int) -> tuple[int, int, tuple[int, ...]]:
     """(DP replica, peer, ranks of its group) of a rank: rank = replica * C + peer."""
     replica, peer = divmod(rank, size)

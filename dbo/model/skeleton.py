@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo.contract import World
-from dbo.dcp.interface import ContextParallel, rows_of_peer
+from dbo.dcp.interface import ContextParallel, real_rows_of_peer, rows_of_peer
 from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.config import ModelConfig
 from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular
@@ -95,7 +95,7 @@ class SkeletonModel:
         tokens = hidden.shape[0]
         if group is not None:
             share = rows_of_peer(tokens, group.size)
-            real = max(0, min(share, real - group.rank * share))
+            real = real_rows_of_peer(real, tokens, group.size, group.rank)
             hidden = op("own_rows", [hidden], (share, *hidden.shape[1:]))
         ids = op("gate", [hidden], (hidden.shape[0], self.config.num_experts_per_tok))
         # Rows with an expert id: padding rows have -1 and are not dispatched. A graph learns at each replay how many.

@@ -104,7 +104,8 @@ class ElasticBuffer:
         arrived, read = _Arrivals(), (x, topk_idx, topk_weights)
         member = _Member(payload.counts_of(topk_idx, num_experts), payload.rows(*read, None, num_experts // world.size))
         with call.on_comm():
-            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, arrived, payload.write_ends(ends))
+            told, agreed = payload.write_ends(ends), (num_max_tokens_per_rank,)
+            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, arrived, told, agreed)
             if sync:
                 spin_for_counts(world, "receive counts of dispatch")
             self._fill("dispatch", read, sms, self._bytes(x, x.shape[0], topk), arrived)
@@ -157,12 +158,12 @@ class ElasticBuffer:
 
     def _collective(
         self, op: str, x: Any, member: _Member, reads: tuple[Any, ...], writes: tuple[Any, ...], sms: int,
-        arrived: _Arrivals, write_ends: Callable[[list[int]], None] | None,
+        arrived: _Arrivals, write_ends: Callable[[list[int]], None] | None, agreed: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """The kernel's first part: all ranks are there, counts are told."""
+        """The kernel's first part: all ranks are there, counts are told. `agreed` are numbers that ranks must call with."""
         access = self.world.tensors.access
         self.group.exchange(
-            op, signature=([x.shape[1]], self.payload.dtype_of(x)), value=member, reads=tuple(map(access, reads)),
+            op, signature=([x.shape[1], *agreed], self.payload.dtype_of(x)), value=member, reads=tuple(map(access, reads)),
             writes=tuple(map(access, writes)), duration_us=self.world.cost.elastic_notify_us,
             connect=arrived.connect(write_ends), sms=sms,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dbo.check import judge
 from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
@@ -161,6 +162,16 @@ def test_few_sizes_are_ever_named_to_a_library_that_compiles_each(worst: bool, w
         return named
 
     assert launch(program, ranks=2).values == [wanted, wanted]
+
+
+def test_ranks_call_v2_with_the_same_number_of_rows() -> None:
+    """It says where rows lie in the peers' buffers."""
+
+    def program(world: SimWorld) -> None:
+        x, ids, weights = (world.tensors.from_numpy(a, "in") for a in batch(world.rank, 3, 0))
+        world.elastic.dispatch(x, ids, weights, num_experts=EXPERTS, num_max_tokens_per_rank=4 + world.rank)
+
+    assert judge(launch(program, ranks=2).trace).verdict.id == "collective-mismatch"
 
 
 @pytest.mark.parametrize(

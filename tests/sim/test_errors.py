@@ -19,7 +19,7 @@ from dbo.program import Program
 from dbo.rank import MOST_FAILURES, SPARE_STEPS, RankJob
 from dbo.runner import StepOutcome
 from dbo.schedule import Item, Point
-from dbo.ubatch import UBatchContext, dbo_current_ubatch_id
+from dbo.ubatch import UBatchContext, dbo_current_ubatch_id, dbo_enabled
 from sim.world import Launched
 from tests.sim.job_harness import ordering_job, outcomes_of, run, tokens_of, verdict_of
 
@@ -384,3 +384,21 @@ def test_a_run_has_steps_for_all_that_its_requests_need() -> None:
     job = ordering_job(((9, 5), (7, 6)), new_tokens=3)
     assert job.most_steps == SPARE_STEPS + (9 + 3) + (5 + 3)
     assert replace(job, max_steps=4).most_steps == 4
+
+
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
+def test_an_error_in_a_step_that_is_not_split_is_found_too(times: int) -> None:
+    left = [times]
+
+    class Raising(FusedMoEModularKernel):
+        def parts(self, *arguments: Any, **more: Any) -> Any:
+            if not dbo_enabled() and left[0]:
+                left[0] -= 1
+                raise Broken("unsplit")
+            return super().parts(*arguments, **more)
+
+    job = ordering_job(dbo_decode_token_threshold=64, dbo_prefill_token_threshold=64)
+    launched = planted(job, Program(kernel=Raising), rank=0)
+    report = verdict_of(launched)
+    assert report.verdict.id == "swallowed-error"
+    assert "rank 0 raised Broken: unsplit" in report.violations[0].sentence
