@@ -53,7 +53,7 @@ def empty_ubatch(program: Program, site: Site) -> Program:
             return decision
         tokens = max(decision.num_tokens_padded)
         points = default_split_points(tokens, common.num_ubatches)
-        if not points or points[0] < 1:
+        if not points or points[0] < 1 or points[-1] < min(table[ROW_REAL]):
             return decision
         return replace(
             decision, split=True, num_ubatches=common.num_ubatches, split_points=points, reason="",
