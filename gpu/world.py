@@ -8,6 +8,7 @@ Under torchrun (RANK and WORLD_SIZE set) the calling process is one of the ranks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,10 @@ def launch(
     except Exception as error:
         rule = "a program for world gpu can be sent to a process of its own"
         raise UsageError(refusal(rule, "define it at the top of a module", program=repr(program))) from error
-    folder = Path(tempfile.mkdtemp(prefix="dbo-run-"))
+    with _uninterrupted():
+        folder = Path(tempfile.mkdtemp(prefix="dbo-run-"))
+        # An interrupt may also end the removal below, or come before it.
+        remove = atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
     try:
         specs = [
             RankSpec(rank=rank, ranks=ranks, folder=folder, program=packed, device=chosen, share_device=share_device,
@@ -127,7 +132,8 @@ def launch(
         return _collect(specs, folder, ended, chosen, begun_s)
     finally:
         with _uninterrupted():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove()
+            atexit.unregister(remove)
 
 
 def _device(device: str, ranks: int, share_device: bool, mode: str) -> str:
