@@ -81,8 +81,9 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     if not launched.trace.meta.get("complete", False) and (cut := first_error(launched.errors)):
         launched.trace.meta["why_cut"] = cut
     outcomes = [value or [] for value in launched.values]
-    if launched.trace.meta.get("complete", False) and any(len(rank) >= job.most_steps for rank in outcomes):
-        launched.trace.meta |= {"complete": False, "why_cut": f"requests are left after {job.most_steps} steps"}
+    if launched.trace.meta.get("complete", False) and any(not rank[-1].all_idle for rank in outcomes if rank):
+        most = max(map(len, outcomes))
+        launched.trace.meta |= {"complete": False, "why_cut": f"requests are left after {most} steps"}
     _raise_usage(launched.errors, request)
     steps = step_reports(outcomes)
     for step in steps:

@@ -6,83 +6,22 @@ Mostly in process and without numbers, on a folder that holds a configuration an
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dbo.cli import main
-from dbo.model.tokenizer import write_byte_tokenizer
-from dbo.rank import RankJob
 from sim.faults import CATALOGUE, Fault
-from tests.sim.job_harness import SMALL
+from tests.contract.check_cli_harness import Dbo, assert_refused, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("deepep_low_latency", "nccl")
 DCP = ("--decode-context-parallel-size", "2")
-# A model that every backend takes (hidden 2048); without numbers its size costs nothing.
-CONFIG = SMALL | {"hidden_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 4096}
-
-
-@dataclass(frozen=True)
-class Answer:
-    exit: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The one JSON object on stdout."""
-        (line,) = self.out.splitlines()
-        return json.loads(line)
-
-
-Dbo = Callable[..., Answer]
-
-
-@pytest.fixture
-def dbo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Dbo:
-    """Run `dbo check --json` in process; its trace goes to the test's own folder."""
-
-    def run(*arguments: object, json: bool = True) -> Answer:
-        words = ["check", *map(str, arguments), "--trace", str(tmp_path / "trace.json")]
-        code = main([*words, "--json"] if json else words)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights."""
-    return write_folder(tmp_path_factory.mktemp("model"))
-
-
-def write_folder(path: Path, **changes: Any) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG | changes))
-    write_byte_tokenizer(path, max_length=4096)
-    return path
-
-
-def assert_refused(answer: Answer, *words: str, code: int = 2) -> None:
-    """One clear sentence that says all of `words`; the same in the JSON object; no traceback."""
-    assert answer.exit == code, answer.err or answer.out
-    assert "Traceback" not in answer.err
-    data = answer.data
-    assert data["exit"] == code
-    (line,) = answer.err.splitlines()
-    assert line == f"dbo: {data['error']}"
-    for word in words:
-        assert word in line, f"{word!r} is missing in: {line}"
 
 
 # -- model folders ----------------------------------------------------------------------------------------------------
@@ -502,46 +441,3 @@ def test_a_process_ends_with_the_exit_code_and_one_line(arguments: tuple[str, ..
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "")
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("dbo: ")
-
-
-def test_a_run_that_was_cut_is_no_proof(dbo: Dbo, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankJob, "most_steps", 3)
-    answer = dbo("--model", folder, "--mode", "ordering")
-    assert (answer.exit, answer.data["verdict"]) == (1, "inconclusive")
-    assert "requests are left after 3 steps" in answer.data["verdict_text"]
-
-
-def test_files_that_are_made_by_themselves_lie_in_a_folder_of_the_user(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another user's files of the same names cannot be written."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["check", "--model", str(folder), "--mode", "ordering", "--json"]) == 0
-    (mine,) = tmp_path.glob("dbo-*")
-    assert mine.name == f"dbo-{os.getuid()}" and mine.stat().st_mode & 0o777 == 0o700
-    assert json.loads(capsys.readouterr().out)["trace"] == str(mine / "check-0.json")
-
-
-def test_a_failed_step_is_in_the_table(dbo: Dbo, folder: Path) -> None:
-    answer = dbo("--model", folder, "--mode", "ordering", "--inject", "raise")
-    failed = [step for step in answer.data["steps"] if step["phase"] == "failed"]
-    assert [step["step"] for step in failed] == [answer.data["violations"][0]["step"]]
-    assert failed[0]["why"].startswith("UBatchError; ")
-    steps = [step["step"] for step in answer.data["steps"]]
-    assert steps == sorted(set(steps))
-    text = dbo("--model", folder, "--mode", "ordering", "--inject", "raise", json=False).out
-    assert re.search(r"^0 +failed +.*scheduled again$", text, re.MULTILINE), text
-
-
-def test_a_good_verdict_says_what_it_does_not_speak_of(dbo: Dbo, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("hi\n")
-    answer = dbo("--model", folder, "--mode", "ordering", "--prompts", tmp_path / "short.txt")
-    assert answer.exit == 0 and any("no step was split" in warning for warning in answer.data["warnings"])
-    (tmp_path / "serial.txt").write_text(
-        "schedule serial\nbackends nccl\nlayer A0 A1 D.send@comm D.recv | MLP C.send@comm C.recv S |\n"
-    )
-    words = ("--all2all-backend", "nccl", "--dbo-schedule", tmp_path / "serial.txt")
-    answer = dbo("--model", folder, "--mode", "ordering", *words)
-    assert answer.data["overlap"]["ideal_share"] == 0.0
-    assert any("hides nothing" in warning for warning in answer.data["warnings"])
-    assert dbo("--model", folder, "--mode", "ordering").data["warnings"] == []

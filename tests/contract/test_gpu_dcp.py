@@ -17,10 +17,11 @@ from dbo.program import Program
 from dbo.rank import RankMain
 from gpu import dcp_model
 from gpu.linearity import linearity
+from gpu.planted_faults import OnRank
 from gpu.world import launch
 from sim.dcp import faults
 from sim.world import launch as simulate
-from tests.gpu.jobs import STALL_S, OnRank, small_folder, small_job
+from tests.gpu.jobs import STALL_S, small_folder, small_job
 
 
 @pytest.fixture(scope="module")

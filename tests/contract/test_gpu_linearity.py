@@ -7,9 +7,10 @@ import pytest
 from dbo.rank import RankMain
 from dbo.trace import Record, Trace
 from gpu.linearity import linearity
+from gpu.planted_faults import OnRank
 from gpu.world import launch
 from tests.gpu import jobs
-from tests.gpu.jobs import OnRank, small_folder, small_job
+from tests.gpu.jobs import small_folder, small_job
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from dbo.program import Program
 from dbo.rank import RankMain
 from gpu import dcp_model
 from gpu.linearity import linearity
+from gpu.planted_faults import OnRank
 from gpu.world import launch
 from sim.world import launch as simulate
-from tests.gpu.jobs import OnRank, small_folder, small_job
+from tests.gpu.jobs import small_folder, small_job
 
 PLACEMENTS = ("overlap", "before", "stream")
 

@@ -15,10 +15,11 @@ from dbo.check import judge
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UBatchError, UsageError
 from dbo.rank import RankMain
 from gpu import board, planted_faults, watchdog
+from gpu.planted_faults import OnRank
 from gpu.stuck import differing_exchange
 from gpu.world import launch
 from tests.gpu import jobs
-from tests.gpu.jobs import STALL_S, OnRank, small_folder, small_job
+from tests.gpu.jobs import STALL_S, small_folder, small_job
 
 WITHIN_S = 10.0
 

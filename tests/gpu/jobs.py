@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,6 @@ def small_job(
         weights_of=FolderWeights(folder=str(folder), config=model, dtype="float32"), keep_logits=True, serial=serial,
         program_of=program_of or CleanPrograms(),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OnRank:
-    """`program` on one rank, the shipped program on the others."""
-
-    rank: int
-    program: Callable[[], Program]
-
-    def __call__(self, rank: int) -> Program:
-        return self.program() if rank == self.rank else Program()
 
 
 class Wrapped:
