@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 WORLDS = {"sim": "sim.world:launch", "gpu": "gpu.world:launch"}
 FAULTS = {"sim": "sim.faults:catalogue"}
-BENCHMARKS = {"sim": "sim.benchmarks:benchmarks"}
+BENCHMARKS = {"sim": "sim.bench.suite:benchmarks"}
 FUZZER = "fuzz.command"
 MACHINES = {"gpu": "gpu.probe:machine"}
-DCP_BENCH_DEVICE = "gpu.dcp_bench"
-MOE_BENCH = "gpu.bench_moe"
-LAYER_KERNELS = {"cuda": "gpu.layer:LAYER"}
+DCP_BENCH_DEVICE = "gpu.bench.dcp"
+MOE_BENCH = "gpu.bench.moe"
+LAYER_KERNELS = {"cuda": "gpu.kernels.layer:LAYER"}
 
 _EXTRAS = {"torch": "torch", "safetensors": "torch", "triton": "kernels", "hypothesis": "test"}
 """Which extra of the distribution brings an import name."""

@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dbo.batch.coordinate import Decision, RankColumn, decide, exchange, vote
+from dbo.batch.slicing import maybe_create_ubatch_slices
 from dbo.config import DBOConfig
-from dbo.coordinate import Decision, RankColumn, decide, exchange, vote
 from dbo.engine.requests import Request
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
-from dbo.slicing import maybe_create_ubatch_slices
 
 MAX_TOKENS = 24
 
@@ -38,7 +38,7 @@ class Table:
 
 
 class Member:
-    """One rank's end of a `Table`; what `dbo.coordinate.exchange` takes for a group."""
+    """One rank's end of a `Table`; what `dbo.batch.coordinate.exchange` takes for a group."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.table = table

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from dbo.config import DBOConfig
-from dbo.job_reference import by_request
-from dbo.local import LocalWorld
+from dbo.job.local import LocalWorld
+from dbo.job.rank import FolderWeights, RankJob, RankMain, RequestSpec
+from dbo.job.reference import by_request
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
-from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.schedule import Schedule
 
 DTYPE = "float32"

@@ -19,15 +19,15 @@ import numpy as np
 from dbo import config as configuration
 from dbo.check import Report, judge
 from dbo.config import DBOConfig, ModelShape
-from dbo.contract import World
+from dbo.contract.world import World
+from dbo.engine.components import Program
 from dbo.engine.requests import Request
+from dbo.engine.runner import StepOutcome
 from dbo.errors import UsageError, refusal
-from dbo.job_reference import by_request, compare_peers, note_reference
-from dbo.main_job_types import Reference
+from dbo.job.rank import CleanPrograms, RankJob, RequestSpec, start_rank
+from dbo.job.reference import by_request, compare_peers, note_reference
+from dbo.job.types import Reference
 from dbo.model.config import ModelConfig
-from dbo.program import Program
-from dbo.rank import CleanPrograms, RankJob, RequestSpec, start_rank
-from dbo.runner import StepOutcome
 from dbo.schedule import to_text
 from dbo.schedule import validate as validate_schedule
 from dbo.trace import Trace

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbo.contract import TaskState
+from dbo.contract.world import TaskState
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.errors import CaptureError, NotAvailable, PeerFailed, refusal
 from dbo.export.profile import range_name
-from dbo.forward_context import get_forward_context
+from dbo.ubatching.forward_context import get_forward_context
 from gpu.alltoall.gloo_low_latency import GlooLowLatency
-from gpu.board import DEVICE, Board
 from gpu.group import DistGroup
-from gpu.host import ThreadHost
-from gpu.ranges import Ranges
-from gpu.recorder import QUIET_POINTS, HostTask, Recorder, Tags, now_us
+from gpu.host.threads import ThreadHost
+from gpu.record.ranges import Ranges
+from gpu.record.recorder import QUIET_POINTS, HostTask, Recorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
 from gpu.tensors import ContextState, DeviceTensors, TorchTaskState, copy_rows, row_ops
+from gpu.watch.flight_recorder import DEVICE, Board
 
 if TYPE_CHECKING:
-    from gpu.process import Groups
+    from gpu.launch.process import Groups
 
 
 class GpuWorld:
-    """See `dbo.contract.World`.
+    """See `dbo.contract.world.World`.
 
     Args:
         rank, size: this rank among all.
@@ -90,7 +90,7 @@ class GpuWorld:
         """The clock that graphs write, or None without triton: replays then leave no records."""
         if importlib.util.find_spec("triton") is None:
             return None
-        from gpu.stamp import Stamps
+        from gpu.record.stamp import Stamps
 
         return Stamps(self.device)
 
@@ -153,7 +153,7 @@ class GpuWorld:
         Raises:
             NotAvailable: ranks share a device, or the direct exchange is asked for on CPU tensors.
         """
-        from gpu.dcp_group import context_parallel
+        from gpu.dcp.group import context_parallel
 
         return context_parallel(self, shape)
 
@@ -222,7 +222,7 @@ class GpuWorld:
         if importlib.util.find_spec("greenlet") is None:
             rule = "ubatches are greenlets only where greenlet is installed"
             raise NotAvailable(refusal(rule, "install greenlet, or use threads", vehicle=vehicle))
-        from gpu.greenlets import GreenletHost
+        from gpu.host.greenlets import GreenletHost
 
         return GreenletHost(self.trace, self._resume, self.compute)
 

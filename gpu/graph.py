@@ -3,7 +3,7 @@
 The capture opens on the stream that is current in the starter's thread; the comm stream joins it by the player's own
 events. Ubatch threads launch into it from their threads, each with the library handles that the warm-up run made there.
 All graphs of a rank share one memory pool: a replay of one may overwrite what another left, so outputs are read before
-the next replay. With a trace, the graph writes its own timestamps (`gpu.stamp`), and each replay leaves its records.
+the next replay. With a trace, the graph writes its own timestamps (`gpu.record.stamp`), and each replay leaves its records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo.errors import CaptureError, refusal
-from gpu.recorder import Captured, Replayed
+from gpu.record.recorder import Captured, Replayed
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
@@ -27,7 +27,7 @@ _POOLS: dict[int, tuple[Any, weakref.WeakSet[CudaGraph]]] = {}
 
 
 class CudaGraph:
-    """One captured program of one rank; `dbo.contract.Graph`.
+    """One captured program of one rank; `dbo.contract.world.Graph`.
 
     Attributes:
         exchanges: by communicator, how many exchanges one replay makes.

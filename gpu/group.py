@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.errors import NotAvailable, refusal
-from gpu import board
+from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
@@ -26,7 +26,7 @@ class DistGroup:
     """One rank's end of a communicator over all ranks.
 
     Args:
-        name: of the communicator, as reports show it; one of `gpu.board.GROUPS`.
+        name: of the communicator, as reports show it; one of `gpu.watch.flight_recorder.GROUPS`.
         process_group: the torch one.
     """
 
@@ -88,7 +88,7 @@ class Exchanges:
     """Numbers the device exchanges of one communicator, and puts each on the board and in the trace.
 
     Args:
-        name: one of `gpu.board.GROUPS`, or of a DCP group.
+        name: one of `gpu.watch.flight_recorder.GROUPS`, or of a DCP group.
         members: its ranks; None: all.
     """
 

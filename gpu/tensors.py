@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeviceTensors:
-    """`dbo.contract.Tensors` over torch tensors on the rank's device."""
+    """`dbo.contract.world.Tensors` over torch tensors on the rank's device."""
 
     def __init__(self, world: GpuWorld) -> None:
         self.world = world

@@ -29,17 +29,25 @@ from typing import Any
 
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError, refusal
 from dbo.trace import Record, Trace
-from gpu import board, transport
-from gpu.merge import merge
+from gpu.launch import transport
+from gpu.launch.merge import merge
 from gpu.probe import device_count
-from gpu.watchdog import SLOW, watch
+from gpu.watch import flight_recorder as board
+from gpu.watch.watchdog import SLOW, watch
 
 VEHICLES = ("auto", "thread", "greenlet")
 
 STALL_S = 60.0
 """Nothing moves for so long: the watchdog reports. Well below any communication library's own time-out."""
 
-PRELOADED = ("gpu.process", "gpu.watchdog", "dbo.rank", "dbo.model.deepseek_v2", "dbo.model.loader", "triton")
+PRELOADED = (
+    "gpu.launch.process",
+    "gpu.watch.watchdog",
+    "dbo.job.rank",
+    "dbo.model.deepseek_v2",
+    "dbo.model.loader",
+    "triton",
+)
 """What every rank loads anyway. Those that are missing here are skipped."""
 
 
@@ -51,7 +59,7 @@ class Launched:
         report: the watchdog's, when it ended the run; else None.
         exit_codes: of the ranks' processes; negative: the signal that ended it.
         processes: ids of the ranks' processes and, last, of the watchdog's.
-        marks: by rank, when it came how far (`gpu.board.MARKS`), in seconds since the call of `launch`.
+        marks: by rank, when it came how far (`gpu.watch.flight_recorder.MARKS`), in seconds since the call of `launch`.
         reported_s: when the watchdog's report was written, on the same clock; None: there is none.
         device: "cpu" or "cuda". shared: all ranks used one device, so nothing about speed follows.
     """
@@ -87,7 +95,7 @@ def launch(
     Args:
         device: "cpu", "cuda", or "auto": cuda where there are devices enough.
         share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
-        timeout_s: of the whole run. stall_s, slow_s: of the watchdog, see `gpu.watchdog.watch`.
+        timeout_s: of the whole run. stall_s, slow_s: of the watchdog, see `gpu.watch.watchdog.watch`.
         trace: record; a long run may do without.
         vehicle: ubatches are threads ("thread"), or greenlets on the rank's main thread ("greenlet": a hand-over costs a
             third to a tenth). "auto": greenlets where they are installed.
@@ -103,14 +111,14 @@ def launch(
     if vehicle == "auto":
         vehicle = "thread" if importlib.util.find_spec("greenlet") is None else "greenlet"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from gpu.torchrun import launch_here
+        from gpu.launch.torchrun import launch_here
 
         return launch_here(
             program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
             stall_s=stall_s, slow_s=slow_s, vehicle=vehicle,
         )  # fmt: skip
     start_server()
-    from gpu.process import RankSpec
+    from gpu.launch.process import RankSpec
 
     try:
         packed = pickle.dumps(program)
@@ -163,7 +171,7 @@ class _Ended:
 
 def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[float, float]) -> _Ended:
     """Start the ranks and the watchdog, wait for all of them, leave nothing running."""
-    from gpu import process
+    from gpu.launch import process
 
     kept = board.Board.create(folder / "board", len(specs))
     for spec in specs:

@@ -91,7 +91,7 @@ class NumericDevice:
 
 
 class NumericTensors:
-    """`dbo.contract.Tensors` over torch tensors on `sim`."""
+    """`dbo.contract.world.Tensors` over torch tensors on `sim`."""
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world

@@ -85,7 +85,7 @@ def _accesses(symbols: Sequence[Symbol]) -> tuple[Access, ...]:
 
 
 class SymbolTensors:
-    """`dbo.contract.Tensors` over symbols."""
+    """`dbo.contract.world.Tensors` over symbols."""
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world

@@ -16,9 +16,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from dbo.collector import collector_paused
 from dbo.dcp.interface import DCPShape
 from dbo.trace import Trace
+from dbo.trace.collector import collector_paused
 from sim.alltoall.copy_symbols import SymbolCopyPayload, SymbolCopyRows
 from sim.alltoall.elastic import ElasticBuffer
 from sim.alltoall.flat_symbols import SymbolFlatPayload
@@ -185,7 +185,7 @@ class Cluster:
 
 
 class SimWorld:
-    """One rank's world; see `dbo.contract.World`."""
+    """One rank's world; see `dbo.contract.world.World`."""
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster = cluster
@@ -234,7 +234,7 @@ class SimWorld:
         self.restarted: list[Callable[[], None]] = []
 
     def context_parallel(self, shape: DCPShape) -> Any:
-        """See `dbo.contract.World`."""
+        """See `dbo.contract.world.World`."""
         from sim.dcp.build import context_parallel
 
         return context_parallel(self, shape)

@@ -1,6 +1,6 @@
 """All inputs of the DP coordination, up to renaming ranks, judged by what a decision promises. Numpy only.
 
-`dbo.coordinate.decide` treats the ranks alike: renamed ranks give the same decision, renamed. So of all tables over
+`dbo.batch.coordinate.decide` treats the ranks alike: renamed ranks give the same decision, renamed. So of all tables over
 some classes of columns, one for each multiset of classes has to be looked at: C(R + K - 1, R) instead of K ** R.
 """
 
@@ -12,9 +12,9 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from dbo.coordinate import Common, Decision, RankColumn, decide
+from dbo.batch.coordinate import Common, Decision, RankColumn, decide
+from dbo.batch.slicing import maybe_create_ubatch_slices
 from dbo.errors import DBOError, refusal
-from dbo.slicing import maybe_create_ubatch_slices
 
 STEP = 7
 IDLE = RankColumn.idle(STEP)
@@ -83,4 +83,4 @@ def _no_empty_ubatch(tokens: int, padded: int, num_ubatches: int, points: tuple[
 
 def _hold(promise: bool, rule: str, decision: Decision) -> None:
     if not promise:
-        raise DBOError(refusal(rule, "mend dbo.coordinate", decision=decision))
+        raise DBOError(refusal(rule, "mend dbo.batch.coordinate", decision=decision))

@@ -23,9 +23,9 @@ from dbo.dcp import ag_rs, dcp_a2a_lse_reduce, two_collectives
 from dbo.dcp.exchange import TORCH_KERNELS
 from dbo.dcp.oracle import merge_float64
 from dbo.dcp.packing import lse_pack_dim
+from dbo.dcp.workspace import Slot, WorkspaceManager
 from dbo.errors import DBOError, refusal
 from dbo.registry import dcp_bench_device
-from dbo.workspace import Slot, WorkspaceManager
 
 TIMEOUT_S = 600.0
 LIMITS = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 1e-5}

@@ -1,6 +1,6 @@
 """The two-thread ring under the tool `frontrun`, for a comparison in the same run: prints schedules a second.
 
-Started by that tool's own launcher, which patches `threading`; see `sim.benchmarks`.
+Started by that tool's own launcher, which patches `threading`; see `sim.bench.suite`.
 """
 
 from __future__ import annotations

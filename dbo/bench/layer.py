@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from dbo.batch_plan import BatchPlan
+from dbo.batch.plan import BatchPlan
+from dbo.batch.slicing import maybe_create_ubatch_slices, slice_plan
 from dbo.config import DBOConfig
-from dbo.contract import World
+from dbo.contract.world import World
 from dbo.engine.batch import dummy_batch
-from dbo.forward_context import ForwardContext, SerialPlayer, override_forward_context
+from dbo.job.rank import make_prepare_finalize
 from dbo.model.config import ModelConfig
 from dbo.model.skeleton import SkeletonModel
 from dbo.moe.modular_kernel import FusedMoEModularKernel
-from dbo.rank import make_prepare_finalize
 from dbo.schedule import Schedule
-from dbo.slicing import maybe_create_ubatch_slices, slice_plan
-from dbo.wrapper import UBatchWrapper
+from dbo.ubatching.forward_context import ForwardContext, SerialPlayer, override_forward_context
+from dbo.ubatching.wrapper import UBatchWrapper
 
 _BLOCK_TOKENS = 16
 

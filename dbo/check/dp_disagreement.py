@@ -1,7 +1,7 @@
 """dp-disagreement: ranks decide differently about one step, against the rules, or do something else than they decided.
 
-The rules are worked out here once more, from the table and the configuration, so that a mistake in `dbo.coordinate` that all
-ranks share is one too.
+The rules are worked out here once more, from the table and the configuration, so that a mistake in
+`dbo.batch.coordinate` that all ranks share is one too.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dbo.batch.coordinate import NUM_ROWS, ROW_PADDED, ROW_QUERY_LEN, ROW_READS_NEW_KV, ROW_REAL, ROW_VOTE
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.violation import Findings, need
-from dbo.coordinate import NUM_ROWS, ROW_PADDED, ROW_QUERY_LEN, ROW_READS_NEW_KV, ROW_REAL, ROW_VOTE
 from dbo.trace import Record, Trace
 
 ID = "dp-disagreement"

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dbo.collector import collector_paused
 from dbo.errors import UsageError, refusal
 from dbo.trace import Record, Trace
+from dbo.trace.collector import collector_paused
 
 _Local = tuple[int, ...]
 _MANY = 8

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of
 from dbo.check.violation import Findings
 from dbo.errors import UsageError, refusal
 from dbo.trace import Record, Trace
+from dbo.trace.accesses import any_overlap
 
 ID = "hook-late"
 SENTENCE = "the owner reads what it has received before the hook that receives it has run"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dbo.batch.coordinate import NUM_ROWS, ROW_QUERY_LEN, ROW_REAL, ROW_WANTS_FULL
 from dbo.check.violation import Findings
-from dbo.coordinate import NUM_ROWS, ROW_QUERY_LEN, ROW_REAL, ROW_WANTS_FULL
 from dbo.trace import Trace
 
 

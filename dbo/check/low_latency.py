@@ -6,11 +6,11 @@ the flags of the other one.
 
 from __future__ import annotations
 
-from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.violation import Findings, need
 from dbo.trace import Record, Trace
+from dbo.trace.accesses import any_overlap
 
 
 def judge_calls(trace: Trace, happens: HappensBefore, found: Findings) -> None:

@@ -1,6 +1,6 @@
 """metadata-slice: a field of a ubatch is not what its parent batch implies.
 
-The slicing rules once more, request by request and without a line shared with `dbo.slicing`: a slice keeps the requests
+The slicing rules once more, request by request and without a line shared with `dbo.batch.slicing`: a slice keeps the requests
 that overlap its tokens; of each it sees a query that starts at its first token here, what was computed before that, and
 nothing of what comes later.
 """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.ladder import judge_ladder
@@ -19,6 +18,7 @@ from dbo.check.overlap import is_communication, measure, split_steps
 from dbo.check.violation import Findings
 from dbo.schedule import parse_schedule
 from dbo.trace import Record, Trace
+from dbo.trace.accesses import any_overlap
 
 ID = "no-overlap"
 SENTENCE = "work waits for the other ubatch although it does not depend on it, so that nothing is hidden"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dbo.batch.coordinate import NUM_ROWS, ROW_PADDED
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.coordinate import NUM_ROWS, ROW_PADDED
 from dbo.trace import Record, Trace
 
 ID = "padding-leak"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dbo.accesses import overlaps
 from dbo.check.happens import Frontier, HappensBefore
 from dbo.trace import Access, Record
+from dbo.trace.accesses import overlaps
 
 _FEW = 4
 """Up to so many accesses are compared pair by pair."""

@@ -13,8 +13,8 @@ from dbo.check.choices import Choice, observed
 from dbo.check.happens import HappensBefore
 from dbo.check.verdict import Verdict
 from dbo.check.violation import Findings, Violation
-from dbo.collector import collector_paused
 from dbo.trace import Trace
+from dbo.trace.collector import collector_paused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dbo.accesses import overlaps
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import unwound_steps
 from dbo.check.phases import in_phases
 from dbo.check.violation import Findings
 from dbo.trace import Access, BufferInfo, Record, Trace
+from dbo.trace.accesses import overlaps
 
 ID = "stream-race"
 SENTENCE = "a read is not ordered after its write, or a write after an earlier read or write"

@@ -1,6 +1,6 @@
-"""The command line `dbo`: one file a command, listed in `dbo.cli.frame.COMMANDS`; the ways in are `main` and `script`."""
+"""The command line `dbo`: one file a command, listed in `dbo.cli.dispatch.COMMANDS`; the ways in are `main` and `script`."""
 
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 from dbo.cli.script import script
 
 __all__ = ["main", "script"]

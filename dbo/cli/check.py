@@ -17,7 +17,7 @@ from dbo.cli.terminal import colours
 from dbo.config.flags import refuse_not_now
 from dbo.errors import NotAvailable, refusal
 from dbo.export.chrome import refuse_unwritable
-from dbo.main_job_types import CheckRequest
+from dbo.job.types import CheckRequest
 
 _CONFIG = "config."
 _NOT_NOW = "not_now."
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
     request = _request(args)
     try:
         # Both the import and the run: what needs torch loads it as late as it can.
-        from dbo import main_job
+        from dbo.job import run as main_job
 
         result = main_job.run(request, reached)
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ from dbo import registry
 from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
-from dbo.conformance import Result, run_suite
+from dbo.conformance.suite import Result, run_suite
 
 HELP = "check a world against the contract"
 

@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from dbo.main_job_types import StepReport
+from dbo.job.types import StepReport
 
 
 @dataclass(kw_only=True)
 class Reached:
-    """Implements `dbo.main_job_types.Progress`. Shows one line, rewritten in place, on a terminal only.
+    """Implements `dbo.job.types.Progress`. Shows one line, rewritten in place, on a terminal only.
 
     Attributes:
         judges: the command ends in a verdict on steps, so an interrupt says how far it came.

@@ -28,7 +28,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFile:
-    """Prompts of a file, in its order. Implements `dbo.main_job_types.PromptSource`."""
+    """Prompts of a file, in its order. Implements `dbo.job.types.PromptSource`."""
 
     lines: tuple[Line, ...]
     name: str = ""

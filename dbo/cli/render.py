@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbo.cli.rows import draw
 from dbo.cli.terminal import paint
-from dbo.main_job_types import CheckResult, Reference, StepReport
+from dbo.job.types import CheckResult, Reference, StepReport
 from dbo.registry import FaultInfo
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from dbo.cli.answer import Exit
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 
 ONE_PRESS_S = 1.0
 """Interrupts so close to the last one are the same one: `timeout -s INT` sends two, and so does a nervous finger."""

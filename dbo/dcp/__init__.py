@@ -36,11 +36,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dbo.dcp.collectives import ag_rs, two_collectives
     from dbo.dcp.exchange import dcp_a2a_lse_reduce
     from dbo.dcp.groups import DCPGroup
     from dbo.dcp.merging import merge
     from dbo.dcp.packing import empty_rows, lse_pack_dim, pack, unpack
-    from dbo.dcp.paths import ag_rs, two_collectives
 
 __all__ = [
     "DCPGroup",
@@ -59,7 +59,7 @@ _HOMES = {
     "groups": ("DCPGroup",),
     "merging": ("merge",),
     "packing": ("empty_rows", "lse_pack_dim", "pack", "unpack"),
-    "paths": ("ag_rs", "two_collectives"),
+    "collectives": ("ag_rs", "two_collectives"),
 }
 
 

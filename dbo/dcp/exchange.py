@@ -10,7 +10,7 @@ import torch
 from dbo.dcp.groups import DCPGroup, all_to_all_single
 from dbo.dcp.merging import merge
 from dbo.dcp.packing import check_inputs, empty_rows, lse_pack_dim, pack, unpack
-from dbo.workspace import Slot, WorkspaceManager
+from dbo.dcp.workspace import Slot, WorkspaceManager
 
 Reduced: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

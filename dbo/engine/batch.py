@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dbo.batch.slicing import NULL_BLOCK, NULL_SLOT, BatchPlan, DCPLayout
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest
 from dbo.errors import EngineError, refusal
-from dbo.slicing import NULL_BLOCK, NULL_SLOT, BatchPlan, DCPLayout
 
 
 class ModelInputs(NamedTuple):

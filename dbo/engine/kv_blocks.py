@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from dbo.batch.slicing import NULL_BLOCK
 from dbo.errors import ConfigError, EngineError, refusal
-from dbo.slicing import NULL_BLOCK
 
 
 def num_blocks_for(num_tokens: int, block_tokens: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from dbo.engine.sampling import SamplingParams
 from dbo.errors import PromptError, UsageError, refusal
-from dbo.sampling import SamplingParams
 
 
 class RequestState(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbo.sampling import SamplingParams
+from dbo.engine.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,7 +211,7 @@ class _File:
         first = next((place for place in places if place is not None), None)
         if first is None:
             rule = "a profile names points by ranges rank/ubatch/point"
-            raise UsageError(refusal(rule, "profile the run with gpu.profiled", path=self.path))
+            raise UsageError(refusal(rule, "profile the run with gpu.bench.profiled", path=self.path))
         return first.rank
 
     def _read_ranges(self, events: Iterable[Event]) -> None:

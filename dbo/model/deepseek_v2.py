@@ -14,7 +14,6 @@ import torch
 
 from dbo.dcp.interface import ContextParallel
 from dbo.errors import ConfigError, refusal
-from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.attention import make_attention
 from dbo.model.config import ModelConfig
 from dbo.model.dcp_attention import make_dcp_attention
@@ -26,6 +25,7 @@ from dbo.model.rope import Rotation, rotation, rotation_scale
 from dbo.model.router import Router
 from dbo.moe.experts import make_experts
 from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, PartialSums
+from dbo.ubatching.forward_context import ForwardContext, get_forward_context
 
 
 class MoEKernel(Protocol):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from dbo.model.config import ModelConfig
-from dbo.model.frame import write_frame
+from dbo.model.config_folder import write_frame
 from dbo.model.layout import EMBEDDING, checkpoint_shapes
 from dbo.model.loader import SINGLE
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbo.contract import World
+from dbo.contract.world import World
 from dbo.dcp.interface import ContextParallel, real_rows_of_peer, rows_of_peer
-from dbo.forward_context import ForwardContext, get_forward_context
 from dbo.model.config import ModelConfig
 from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular
+from dbo.ubatching.forward_context import ForwardContext, get_forward_context
 
 
 class SkeletonExperts:

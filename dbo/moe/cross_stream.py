@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo.contract import World
-from dbo.ubatch import dbo_enabled
+from dbo.contract.world import World
+from dbo.ubatching.ring import dbo_enabled
 
 
 class CrossStream:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from dbo.contract import World
+from dbo.contract.world import World
 from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import Receiver
-from dbo.ubatch import dbo_current_ubatch_id, dbo_enabled
+from dbo.ubatching.ring import dbo_current_ubatch_id, dbo_enabled
 
 
 class DeepEPFlat:

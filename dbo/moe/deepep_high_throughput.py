@@ -13,11 +13,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from dbo.forward_context import get_forward_context
 from dbo.moe.comm_sms import reserved_comm_sms
 from dbo.moe.deepep_flat import DeepEPFlat, wait_for
 from dbo.moe.interface import ExpertInputs, Receiver
-from dbo.ubatch import dbo_enabled
+from dbo.ubatching.forward_context import get_forward_context
+from dbo.ubatching.ring import dbo_enabled
 
 
 class DeepEPHighThroughputPrepareAndFinalize(DeepEPFlat):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo.contract import World
+from dbo.contract.world import World
 from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, Hook, Receiver
-from dbo.ubatch import dbo_current_ubatch_id
+from dbo.ubatching.ring import dbo_current_ubatch_id
 
 
 class DeepEPLowLatencyPrepareAndFinalize:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dbo.contract import World
-from dbo.forward_context import get_forward_context
+from dbo.contract.world import World
 from dbo.moe.deepep_flat import DeepEPFlat, wait_for
 from dbo.moe.interface import ExpertInputs, Receiver
-from dbo.ubatch import dbo_enabled
+from dbo.ubatching.forward_context import get_forward_context
+from dbo.ubatching.ring import dbo_enabled
 
 
 class ValidRows(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbo.contract import Event
-from dbo.forward_context import get_forward_context
+from dbo.contract.world import Event
 from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver, summed
 from dbo.moe.side_stream import SideStream
-from dbo.ubatch import dbo_enabled, dbo_register_recv_hook
+from dbo.ubatching.forward_context import get_forward_context
+from dbo.ubatching.ring import dbo_enabled, dbo_register_recv_hook
 
 
 class FusedMoEModularKernel:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dbo.contract import World
-from dbo.forward_context import get_forward_context
+from dbo.contract.world import World
 from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, Receiver
+from dbo.ubatching.forward_context import get_forward_context
 
 
 class RowOps(Protocol):

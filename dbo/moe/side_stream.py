@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbo.contract import Event, World
+from dbo.contract.world import Event, World
 
 
 class SideStream:

@@ -24,10 +24,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dbo.contract import World
-from dbo.forward_context import get_forward_context
+from dbo.contract.world import World
 from dbo.moe.cross_stream import CrossStream
 from dbo.moe.interface import ExpertInputs, PartialSums, Receiver
+from dbo.ubatching.forward_context import get_forward_context
 
 Channel = tuple[int, str]
 Table = Sequence[Sequence[int]]

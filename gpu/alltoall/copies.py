@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.moe.symm_copy import Channel, Table
-from gpu import board
+from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld

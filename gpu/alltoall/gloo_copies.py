@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dbo.moe.symm_copy import Channel, Table
-from gpu import board
 from gpu.alltoall.copies import NAME, arrives, exchange_counts, sending
 from gpu.group import rows_as_bytes
+from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.errors import NotAvailable, refusal
-from gpu import board
+from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld

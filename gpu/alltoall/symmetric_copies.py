@@ -26,8 +26,8 @@ import torch.distributed as dist
 from dbo.errors import ConfigError, NotAvailable, refusal
 from dbo.moe.symm_copy import Channel, Table
 from gpu.alltoall.copies import arrives, exchange_counts, sending
+from gpu.alltoall.symm import shared_regions
 from gpu.group import rows_as_bytes
-from gpu.symm import shared_regions
 
 if TYPE_CHECKING:
     from gpu.device import GpuWorld

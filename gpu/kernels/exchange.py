@@ -25,8 +25,8 @@ from dbo.dcp.direct import ALIGNMENT_BYTES, STATE_MISSING, STATE_WORDS, DirectLa
 from dbo.dcp.exchange import PackKernels, Reduced, dcp_a2a_lse_reduce
 from dbo.dcp.groups import DCPGroup
 from dbo.dcp.packing import check_inputs
+from dbo.dcp.workspace import Slot, WorkspaceManager
 from dbo.errors import NotAvailable, PeerFailed, UsageError, refusal
-from dbo.workspace import Slot, WorkspaceManager
 from gpu.kernels.direct import direct_kernel
 from gpu.kernels.packed import TRITON_KERNELS
 from gpu.kernels.rows import RAW, block_dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dbo.dcp.interface import DCPShape
-from dbo.forward_context import get_forward_context
+from dbo.ubatching.forward_context import get_forward_context
 from sim.dcp.direct import SimDirect
 from sim.dcp.group import SimDCPGroup
 from sim.dcp.symbols import SymbolContextParallel
@@ -18,8 +18,8 @@ def context_parallel(world: SimWorld, shape: DCPShape) -> Any:
     """A `dbo.dcp.interface.ContextParallel`."""
     if world.mode != "numeric":
         return SymbolContextParallel(world, shape, current_ubatch)
-    from dbo.dcp.attached import TorchContextParallel
-    from dbo.workspace import WorkspaceManager
+    from dbo.dcp.context_parallel import TorchContextParallel
+    from dbo.dcp.workspace import WorkspaceManager
     from sim.dcp.numeric import FusedKernels, NumericDirect, NumericMoving
 
     direct = None

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dbo.coordinate import ROW_REAL, Decision, decide
-from dbo.program import Program
-from dbo.slicing import default_split_points
+from dbo.batch.coordinate import ROW_REAL, Decision, decide
+from dbo.batch.slicing import default_split_points
+from dbo.engine.components import Program
 from sim.faults.clean_run import CleanRun, every_rank, every_split_rank
 from sim.faults.fault import Fault, Site
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from dbo.engine.components import Program
 from dbo.moe.symm_copy import Channel, Table
-from dbo.player import RESULTS, SchedulePlayer
-from dbo.program import Program
-from dbo.ubatch import dbo_current_ubatch_id, dbo_enabled, dbo_get_previous_event
+from dbo.ubatching.player import RESULTS, SchedulePlayer
+from dbo.ubatching.ring import dbo_current_ubatch_id, dbo_enabled, dbo_get_previous_event
 from sim.faults.clean_run import CleanRun, every_split_rank, every_ubatch, outside_captures
 from sim.faults.essential import essential_waits
 from sim.faults.fault import Fault, Site

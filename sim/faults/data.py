@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dbo.batch.slicing import slice_plan
+from dbo.engine.components import Program
 from dbo.errors import UsageError, refusal
 from dbo.moe.modular_kernel import FusedMoEModularKernel
-from dbo.program import Program
-from dbo.slicing import slice_plan
 from sim.faults.clean_run import CleanRun, every_split_rank
 from sim.faults.fault import Fault, Site
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dbo.batch_plan import DCPLayout
-from dbo.program import Program
-from dbo.slicing import slice_plan
+from dbo.batch.plan import DCPLayout
+from dbo.batch.slicing import slice_plan
+from dbo.engine.components import Program
 from dbo.trace import Record
-from sim.dcp import faults
+from sim.faults import dcp_group as faults
 from sim.faults.clean_run import CleanRun
 from sim.faults.fault import Fault, Site
 

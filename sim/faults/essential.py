@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from dbo.accesses import any_overlap
 from dbo.check.happens import HappensBefore
 from dbo.trace import Access, Record, Trace
+from dbo.trace.accesses import any_overlap
 from sim.faults.clean_run import CleanRun
 from sim.faults.fault import Site
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dbo.engine.components import Program
 from dbo.errors import UsageError, refusal
-from dbo.program import Program
 
 if TYPE_CHECKING:
     from dbo.config import DBOConfig

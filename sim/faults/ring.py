@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from dbo.accesses import any_overlap
 from dbo.check.hooks import hooks_of
+from dbo.engine.components import Program
 from dbo.errors import DBOError
-from dbo.program import Program
-from dbo.ubatch import UBatchContext
+from dbo.trace.accesses import any_overlap
+from dbo.ubatching.ring import UBatchContext
 from sim.faults.clean_run import CleanRun, every_hook, every_yield
 from sim.faults.fault import Fault, Site
 

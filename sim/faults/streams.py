@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from dbo.check.overlap import is_communication
-from dbo.player import SchedulePlayer
-from dbo.program import Program
+from dbo.engine.components import Program
 from dbo.schedule import Item, Point, Yield
+from dbo.ubatching.player import SchedulePlayer
 from sim.faults.clean_run import CleanRun, every_ubatch
 from sim.faults.essential import essential_waits
 from sim.faults.fault import Fault, Site

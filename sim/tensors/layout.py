@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dbo.accesses import strided
 from dbo.trace import Access
+from dbo.trace.accesses import strided
 
 
 class Layout:

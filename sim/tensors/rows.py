@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dbo.accesses import strided
 from dbo.errors import DeviceTensorError, UsageError, refusal
+from dbo.trace.accesses import strided
 from sim.tensors.tensor import SimTensor
 
 Spans = tuple[

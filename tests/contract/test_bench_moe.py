@@ -17,23 +17,23 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra `torch`)")
 
-import gpu.bench_moe  # noqa: E402
+import gpu.bench.moe  # noqa: E402
 from dbo.bench.moe import MoEBench  # noqa: E402
 from dbo.bench.moe_figures import LONG, VARIANTS  # noqa: E402
 from dbo.bench.moe_shapes import SHAPES  # noqa: E402
 from dbo.bench.moe_table import Measured  # noqa: E402
 from dbo.errors import CaptureError, DBOError  # noqa: E402
+from dbo.job.rank import make_prepare_finalize  # noqa: E402
 from dbo.model.deepseek_v2 import DecoderLayer  # noqa: E402
 from dbo.moe.interface import summed  # noqa: E402
-from dbo.rank import make_prepare_finalize  # noqa: E402
 from dbo.schedule import load_schedule  # noqa: E402
-from dbo.ubatch import dbo_current_ubatch_id  # noqa: E402
-from dbo.wrapper import UBatchWrapper  # noqa: E402
-from gpu import bench_moe_works as works  # noqa: E402
-from gpu.bench_moe import MoEProgram  # noqa: E402
-from gpu.bench_moe_batch import Batch, draw_experts, lengths_of, plan_of  # noqa: E402
-from gpu.bench_moe_stack import Layers, Runs, comm_sms  # noqa: E402
-from gpu.bench_moe_works import LIMIT, Key, _captured, config_of, error_of, key_of  # noqa: E402
+from dbo.ubatching.ring import dbo_current_ubatch_id  # noqa: E402
+from dbo.ubatching.wrapper import UBatchWrapper  # noqa: E402
+from gpu.bench import moe_works as works  # noqa: E402
+from gpu.bench.moe import MoEProgram  # noqa: E402
+from gpu.bench.moe_batch import Batch, draw_experts, lengths_of, plan_of  # noqa: E402
+from gpu.bench.moe_stack import Layers, Runs, comm_sms  # noqa: E402
+from gpu.bench.moe_works import LIMIT, Key, _captured, config_of, error_of, key_of  # noqa: E402
 from gpu.world import launch  # noqa: E402
 from tests.gpu.jobs import Wrapped  # noqa: E402
 
@@ -149,7 +149,7 @@ class Planted:
             made = make_prepare_finalize(world, config, model_config)
             return OneRowTwice(made) if config.all2all_backend == self.backend else made
 
-        gpu.bench_moe.make_prepare_finalize = make
+        gpu.bench.moe.make_prepare_finalize = make
         program = MoEProgram(bench=self.bench, deadline=time.time() + 60, measured=Measured(machine=[]))
         return program(world)
 
@@ -181,7 +181,7 @@ class Afterwards:
         bench = replace(BENCH, backends=("symm_copy",), steady=False, repeat=1)
         program = MoEProgram(bench=bench, deadline=time.time() + 60, measured=Measured(machine=[]))
         with torch.inference_mode():
-            rank = gpu.bench_moe._Rank(world, program)
+            rank = gpu.bench.moe._Rank(world, program)
             rank.run()
         assert len(rank.measured.rows) == 1
         gc.collect()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dbo.cli import main
-from dbo.rank import RankJob
+from dbo.job.rank import RankJob
 from tests.contract.check_cli_harness import Dbo
 
 

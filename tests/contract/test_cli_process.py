@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dbo.cli import main
-from dbo.main_job_types import CheckRequest
+from dbo.job.types import CheckRequest
 from tests.meta.source_tree import ROOT
 
 ORDER = ("check", "--mode", "ordering", "--steps", "1")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dbo.dcp import ag_rs, dcp_a2a_lse_reduce, empty_rows, lse_pack_dim, pack, two_collectives, unpack
 from dbo.dcp.groups import all_to_all_single
 from dbo.dcp.oracle import merge_float64
-from dbo.workspace import Slot, WorkspaceManager
+from dbo.dcp.workspace import Slot, WorkspaceManager
 
 TIMEOUT_S = 90.0
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 3e-6}

@@ -18,12 +18,15 @@ import pytest
 import torch
 
 from dbo import registry
-from dbo.cli import frame
-from dbo.program import Program
-from gpu import check, handoff, planted_faults
-from gpu.check_parts import edges, hangs, leftovers, runs
-from gpu.check_parts.setup import Setup
-from gpu.host import ThreadHost
+from dbo.cli import dispatch as frame
+from dbo.engine.components import Program
+from gpu.bench import handoff
+from gpu.check import command as check
+from gpu.check import leftovers, planted_faults, runs
+from gpu.check import trace as edges
+from gpu.check import watchdog as hangs
+from gpu.check.setup import Setup
+from gpu.host.threads import ThreadHost
 from gpu.world import launch
 from tests.meta.source_tree import ROOT
 
@@ -125,7 +128,7 @@ def test_a_raising_ubatch_leaves_nothing_behind(backend):
 def test_a_worker_keeps_nothing_of_its_work(kind):
     if kind == "greenlet":
         pytest.importorskip("greenlet", reason="ubatches as greenlets need it")
-        from gpu.greenlets import GreenletHost
+        from gpu.host.greenlets import GreenletHost
 
         host = GreenletHost(handoff._recorder(), lambda stream: None, None)
     else:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dbo.dcp.interface import DCPShape
+from dbo.engine.components import Program
 from dbo.errors import NotAvailable
-from dbo.job_reference import alone, compare_peers
-from dbo.program import Program
-from dbo.rank import RankMain
-from gpu import dcp_model
-from gpu.linearity import linearity
-from gpu.planted_faults import OnRank
+from dbo.job.rank import RankMain
+from dbo.job.reference import alone, compare_peers
+from gpu.check import dcp_model
+from gpu.check.linearity import linearity
+from gpu.check.planted_faults import OnRank
 from gpu.world import launch
-from sim.dcp import faults
+from sim.faults import dcp_group as faults
 from sim.world import launch as simulate
 from tests.gpu.jobs import STALL_S, small_folder, small_job
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dbo.rank import RankMain
+from dbo.job.rank import RankMain
 from dbo.trace import Record, Trace
-from gpu.linearity import linearity
-from gpu.planted_faults import OnRank
+from gpu.check.linearity import linearity
+from gpu.check.planted_faults import OnRank
 from gpu.world import launch
 from tests.gpu import jobs
 from tests.gpu.jobs import small_folder, small_job

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from dbo.check import HappensBefore, measure
 from dbo.export.profile import read_profile
 from dbo.export.window import window
-from dbo.rank import RankMain
-from gpu import probe, profiled
-from gpu.profiled import Profiled, profile_path
+from dbo.job.rank import RankMain
+from gpu import probe
+from gpu.bench import profiled
+from gpu.bench.profiled import Profiled, profile_path
 from gpu.world import launch
 from tests.gpu.jobs import small_folder, small_job
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from dbo.check.order import steady_order
-from dbo.job_reference import by_request
+from dbo.engine.components import Program
+from dbo.job.rank import RankMain
+from dbo.job.reference import by_request
 from dbo.moe.modular_kernel import FusedMoEModularKernel
-from dbo.program import Program
-from dbo.rank import RankMain
-from gpu import dcp_model
-from gpu.linearity import linearity
-from gpu.planted_faults import OnRank
+from gpu.check import dcp_model
+from gpu.check.linearity import linearity
+from gpu.check.planted_faults import OnRank
 from gpu.world import launch
 from sim.world import launch as simulate
 from tests.gpu.jobs import small_folder, small_job

@@ -10,8 +10,8 @@ import pytest
 from dbo.check import judge
 from dbo.check.order import steady_order
 from dbo.config import DBOConfig
-from dbo.local import LocalWorld
-from dbo.rank import RankJob, RankMain
+from dbo.job.local import LocalWorld
+from dbo.job.rank import RankJob, RankMain
 from gpu.world import launch
 from sim.world import launch as simulate
 from tests.gpu.jobs import STALL_S, small_folder, small_job

@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from dbo.check import judge
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UBatchError, UsageError
-from dbo.rank import RankMain
-from gpu import board, planted_faults, watchdog
-from gpu.planted_faults import OnRank
-from gpu.stuck import differing_exchange
+from dbo.job.rank import RankMain
+from gpu.check import planted_faults
+from gpu.check.planted_faults import OnRank
+from gpu.watch import flight_recorder as board
+from gpu.watch import watchdog
+from gpu.watch.stuck import differing_exchange
 from gpu.world import launch
 from tests.gpu import jobs
 from tests.gpu.jobs import STALL_S, small_folder, small_job

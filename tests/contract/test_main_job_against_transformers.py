@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from dbo.job.rank import RankJob
 from dbo.model.config import ModelConfig, load_model_config
 from dbo.model.generator import generate_model_folder
-from dbo.rank import RankJob
 from sim.world import Launched
 from tests.sim.job_harness import BACKENDS, SMALL, numeric_job, outcomes_of, run, split_steps, verdict_of
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from dbo.batch.coordinate import CommonConfig, Decision, RankColumn, decide, exchange
+from dbo.batch.slicing import UBatchSlice
 from dbo.check import judge
 from dbo.check.report import Report
-from dbo.coordinate import CommonConfig, Decision, RankColumn, decide, exchange
+from dbo.engine.components import Program
 from dbo.errors import DBOError, UBatchError
-from dbo.forward_context import ForwardContext, get_forward_context, override_forward_context
-from dbo.player import SchedulePlayer
-from dbo.program import Program
 from dbo.schedule import load_schedule
-from dbo.slicing import UBatchSlice
 from dbo.trace import Trace
-from dbo.ubatch import UBatchContext, dbo_current_ubatch_id, dbo_yield
-from dbo.wrapper import UBatchWrapper
+from dbo.ubatching.forward_context import ForwardContext, get_forward_context, override_forward_context
+from dbo.ubatching.player import SchedulePlayer
+from dbo.ubatching.ring import UBatchContext, dbo_current_ubatch_id, dbo_yield
+from dbo.ubatching.wrapper import UBatchWrapper
 from sim.tasks import Strategy
 from sim.world import SimWorld, launch
 

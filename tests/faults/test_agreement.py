@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dbo.batch.coordinate import ROW_REAL, ROW_VOTE, Common, CommonConfig, Decision, RankColumn, decide, vote
+from dbo.batch.slicing import maybe_create_ubatch_slices
 from dbo.check import judge
 from dbo.config import DBOConfig
-from dbo.coordinate import ROW_REAL, ROW_VOTE, Common, CommonConfig, Decision, RankColumn, decide, vote
-from dbo.forward_context import ForwardContext, override_forward_context
-from dbo.graphs import StepGraphs, graph_key
 from dbo.moe.nccl import NcclPrepareAndFinalize
-from dbo.slicing import maybe_create_ubatch_slices
 from dbo.trace import Trace
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
+from dbo.ubatching.graphs import StepGraphs, graph_key
 from sim.tasks import Task
 from sim.world import SimWorld
 from tests.faults.pair import MODEL_ONLY, Pair, all_to_all, busy, check_pair, decided, ended, op, ring_step, run
@@ -262,17 +262,17 @@ def gated(*, one_event: bool, strategy: Any = None) -> Trace:
 HANGS = frozenset({"deadlock", "collective-mismatch"})
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#50945", id="dp-disagreement", uses="dbo.coordinate.decide",
+        case="vllm-project/vllm#50945", id="dp-disagreement", uses="dbo.batch.coordinate.decide",
         buggy=lambda: dummy_step(dummies_do_not_split), fixed=lambda: dummy_step(votes_from_counts),
         culprit={"rank": 1, "step": 0}, says=("num_ubatches=2 and num_ubatches=1",), also=HANGS,
     ),
     Pair(
-        case="vllm-project/vllm#25625", id="dp-disagreement", uses="dbo.coordinate.decide",
+        case="vllm-project/vllm#25625", id="dp-disagreement", uses="dbo.batch.coordinate.decide",
         buggy=lambda: mixed_step(own=True), fixed=lambda: mixed_step(own=False),
         culprit={"rank": 1, "step": 0}, says=("cudagraph_mode=FULL and cudagraph_mode=NONE",),
     ),
     Pair(
-        case="vllm-project/vllm#25906", id="dp-disagreement", uses="dbo.graphs.StepGraphs",
+        case="vllm-project/vllm#25906", id="dp-disagreement", uses="dbo.ubatching.graphs.StepGraphs",
         buggy=lambda: graph_step(local_rows),
         fixed=lambda: graph_step(lambda world, decision: decision.num_tokens_padded[world.rank]),
         culprit={"rank": 1, "step": 0}, says=("num_tokens=(128,) and num_tokens=(16,)",),
@@ -283,12 +283,12 @@ PAIRS = [
         culprit={"rank": 1, "step": 0}, says=("draft_forwards=0 and draft_forwards=3",), also=HANGS,
     ),
     Pair(
-        case="ROCm/ATOM#1627", id="dp-disagreement", uses="dbo.slicing.maybe_create_ubatch_slices",
+        case="ROCm/ATOM#1627", id="dp-disagreement", uses="dbo.batch.slicing.maybe_create_ubatch_slices",
         buggy=lambda: soft_step([9000, 100], asks_again=True), fixed=lambda: soft_step([9000, 100], asks_again=False),
         culprit={"rank": 1, "step": 0}, says=("ran 0 ubatches", "after deciding for 2"),
     ),
     Pair(
-        case="vllm-project/vllm#43547", id="collective-mismatch", uses="dbo.coordinate.exchange",
+        case="vllm-project/vllm#43547", id="collective-mismatch", uses="dbo.batch.coordinate.exchange",
         buggy=lambda: skipping(lambda step, count: busy(step, count) if count else None),
         fixed=lambda: skipping(lambda step, count: busy(step, count) if count else RankColumn.idle(step)),
         culprit={"rank": 1}, says=("dp.cpu #1 differs in tag", "tag=1", "tag=2"),

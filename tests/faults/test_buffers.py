@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dbo.check import judge, measure
+from dbo.dcp.workspace import Slot, WorkspaceManager
 from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
 from dbo.trace import Trace
-from dbo.ubatch import (
+from dbo.ubatching.ring import (
     dbo_switch_to_comm_sync,
     dbo_switch_to_compute_sync,
     dbo_yield_and_switch_from_comm_to_compute,
 )
-from dbo.workspace import Slot, WorkspaceManager
 from sim.world import SimWorld
 from tests.faults.pair import MODEL_ONLY, Body, Pair, check_pair, hand_over, op, ring_step, run
 from tests.faults.storages import Storages
@@ -180,18 +180,18 @@ def counted(*, shared: bool) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#46990", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
+        case="vllm-project/vllm#46990", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: two_in_flight(one_for_all), fixed=lambda: two_in_flight(per_ubatch),
         culprit={"rank": 0, "ubatch": 0}, says=("expects u0 in workspace and can find u1",),
         also=frozenset({"stream-race"}),
     ),
     Pair(
-        case="vllm-project/vllm#46990", name="strict wait", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
+        case="vllm-project/vllm#46990", name="strict wait", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: two_in_flight(one_for_all), fixed=lambda: two_in_flight(one_for_all, waits=True),
         culprit={"rank": 0, "ubatch": 0}, says=("written by dispatch",), also=frozenset({"stream-race"}),
     ),
     Pair(
-        case="vllm-project/vllm#58161", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
+        case="vllm-project/vllm#58161", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: built(names_slot=False), fixed=lambda: built(names_slot=True),
         culprit={"rank": 0}, says=("attention u0", "expects u0 in metadata and finds u1", "build u1"),
     ),

@@ -9,7 +9,7 @@ import pytest
 from dbo.check import judge
 from dbo.config import DBOConfig, ModelShape, effective, validate
 from dbo.errors import ConfigError
-from dbo.rank import RankJob, run_rank
+from dbo.job.rank import RankJob, run_rank
 from dbo.schedule import load_schedule
 from dbo.trace import Trace
 from tests.faults.pair import Pair, check_pair, run

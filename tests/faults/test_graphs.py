@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from dbo.batch.slicing import UBatchSlice
 from dbo.check import judge
 from dbo.config import DBOConfig
+from dbo.dcp.workspace import Slot, Spec, WorkspaceManager
 from dbo.engine.batch import build_batch
+from dbo.engine.sampling import SamplingParams
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest, uniform_query_len
-from dbo.forward_context import ForwardContext
-from dbo.graphs import GraphKey, StepGraphs, graph_key
 from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
-from dbo.sampling import SamplingParams
-from dbo.slicing import UBatchSlice
 from dbo.trace import Trace
-from dbo.workspace import Slot, Spec, WorkspaceManager
+from dbo.ubatching.forward_context import ForwardContext
+from dbo.ubatching.graphs import GraphKey, StepGraphs, graph_key
 from sim.world import SimWorld
 from tests.faults.pair import Pair, check_pair, op, run
 from tests.faults.storages import Storages
@@ -212,28 +212,28 @@ def sums(captured: Sequence[int], wanted: Sequence[int]) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#45487", id="graph-stale", uses="dbo.workspace.WorkspaceManager",
+        case="vllm-project/vllm#45487", id="graph-stale", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: grown(own_staging=False), fixed=lambda: grown(own_staging=True),
         culprit={"rank": 0}, says=("replay of G4", "slot u0/dcp as of generation 1", "generation 2"),
     ),
     Pair(
-        case="vllm-project/vllm#45487", name="largest first", id="graph-stale", uses="dbo.workspace.WorkspaceManager",
+        case="vllm-project/vllm#45487", name="largest first", id="graph-stale", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: grown(own_staging=False), fixed=lambda: grown(own_staging=False, largest_first=True),
         culprit={"rank": 0}, says=("replay of G4",),
     ),
     Pair(
-        case="local-inference-lab/vllm#117", id="buffer-reuse", uses="dbo.workspace.WorkspaceManager",
+        case="local-inference-lab/vllm#117", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
         buggy=lambda: two_sizes(["G4", "G8"], temporary=True), fixed=lambda: two_sizes(["G4", "G8"], temporary=False),
         culprit={"rank": 0}, says=("sample G4", "expects result of G4", "finds rows of G8", "written by pack"),
     ),
     Pair(
-        case="vllm-project/vllm#43145", name="3x4", id="graph-capture", uses="dbo.graphs.graph_key",
+        case="vllm-project/vllm#43145", name="3x4", id="graph-capture", uses="dbo.ubatching.graphs.graph_key",
         buggy=lambda: sums([4] * 3, [4] * 3),
         fixed=lambda: looked_up([4] * 3, [4] * 3, put=whole_key, get=whole_key),
         culprit={"rank": 0, "step": 0}, says=("finds no graph", '"num_tokens": [12]', "was stored under", "[8]"),
     ),
     Pair(
-        case="vllm-project/vllm#43145", name="4x2", id="graph-capture", uses="dbo.graphs.graph_key",
+        case="vllm-project/vllm#43145", name="4x2", id="graph-capture", uses="dbo.ubatching.graphs.graph_key",
         buggy=lambda: sums([2] * 4, [2] * 4),
         fixed=lambda: looked_up([2] * 4, [2] * 4, put=whole_key, get=whole_key),
         culprit={"rank": 0, "step": 0}, says=("finds no graph", '"num_tokens": [8]', "was stored under", "[4]"),

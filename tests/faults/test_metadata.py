@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbo.batch_plan import BatchPlan
+from dbo.batch.plan import BatchPlan
+from dbo.batch.slicing import UBatchSlice, maybe_create_ubatch_slices, slice_plan
 from dbo.check import judge
-from dbo.slicing import UBatchSlice, maybe_create_ubatch_slices, slice_plan
 from dbo.trace import Trace
 from sim.world import SimWorld
 from tests.faults.pair import Body, Pair, check_pair, ring_step, run, yields
@@ -90,19 +90,19 @@ def by_request_only(plan: BatchPlan, piece: UBatchSlice) -> BatchPlan:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#57502", id="metadata-slice", uses="dbo.slicing.slice_plan",
+        case="vllm-project/vllm#57502", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
         buggy=lambda: cut(SIXTY_FOUR, 32, parent=too_short()), fixed=lambda: cut(SIXTY_FOUR, 32),
         culprit={"rank": 0, "step": 0}, says=("positions of the batch", "32 entries for 64 token rows"),
         also=frozenset({"unequal-yields"}),
     ),
     Pair(
-        case="vllm-project/vllm#48659", id="metadata-slice", uses="dbo.slicing.slice_plan",
+        case="vllm-project/vllm#48659", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
         buggy=lambda: cut(FIVE, 16, cached()), fixed=lambda: cut(FIVE, 16),
         culprit={"rank": 0, "ubatch": 1, "step": 0},
         says=("query_start_loc of ubatch 1", "[0, 5, 14, 16]", "[0, 7, 8]"),
     ),
     Pair(
-        case="vllm-project/vllm#56031", id="metadata-slice", uses="dbo.slicing.slice_plan",
+        case="vllm-project/vllm#56031", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
         buggy=lambda: cut(CONTINUED, 4, by_request_only), fixed=lambda: cut(CONTINUED, 4),
         culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("num_computed_tokens of ubatch 1", "[24]", "[28]"),
     ),

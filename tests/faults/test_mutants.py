@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbo.batch_plan import BatchPlan, DCPLayout
+from dbo.batch.plan import BatchPlan, DCPLayout
+from dbo.batch.slicing import UBatchSlice, slice_plan
 from dbo.check import judge
 from dbo.config.facts import DCP_COMM_BACKENDS
-from dbo.rank import RankJob
-from dbo.slicing import UBatchSlice, slice_plan
+from dbo.job.rank import RankJob
 from dbo.trace import Trace
 from sim.faults import CATALOGUE
 from sim.faults.clean_run import CleanRun

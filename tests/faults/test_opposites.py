@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from dbo.batch.coordinate import Common, CommonConfig, Decision, RankColumn, decide
 from dbo.check import judge
-from dbo.coordinate import Common, CommonConfig, Decision, RankColumn, decide
 from dbo.trace import Trace
-from dbo.ubatch import UBatchContext
+from dbo.ubatching.ring import UBatchContext
 from sim.world import SimWorld
 from tests.faults import test_agreement as agreement
 from tests.faults import test_graphs as graphs

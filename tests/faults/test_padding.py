@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from dbo.batch.coordinate import ROW_PADDED, ROW_REAL, ROW_WANTS_FULL, Common, CommonConfig, Decision, decide
+from dbo.batch.slicing import default_split_points, maybe_create_ubatch_slices, slice_plan
 from dbo.check import judge
-from dbo.coordinate import ROW_PADDED, ROW_REAL, ROW_WANTS_FULL, Common, CommonConfig, Decision, decide
 from dbo.moe.row_ops import TorchRowOps
-from dbo.slicing import default_split_points, maybe_create_ubatch_slices, slice_plan
 from dbo.trace import Trace
 from sim.world import SimWorld
 from tests.faults.pair import Decide, Pair, busy, check_pair, decided, ended, ring_step, run
@@ -132,18 +132,18 @@ def varied(row_ops: TorchRowOps) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#57020", id="empty-ubatch", uses="dbo.coordinate.decide",
+        case="vllm-project/vllm#57020", id="empty-ubatch", uses="dbo.batch.coordinate.decide",
         buggy=lambda: guarded([64, 128], strictly_less), fixed=lambda: guarded([64, 128]),
         culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("64 real tokens in 2 ubatches of 64 + 64 rows",),
     ),
     Pair(
-        case="vllm-project/vllm#26375", id="padding-leak", uses="dbo.coordinate.decide",
+        case="vllm-project/vllm#26375", id="padding-leak", uses="dbo.batch.coordinate.decide",
         buggy=lambda: padded([8000, 200], [False, False], always_to_the_maximum),
         fixed=lambda: padded([8000, 200], [False, False]),
         culprit={"rank": 1, "step": 0}, says=("runs 8000 rows", "its own count is 200"),
     ),
     Pair(
-        case="vllm-project/vllm#34102", id="padding-leak", uses="dbo.coordinate.decide",
+        case="vllm-project/vllm#34102", id="padding-leak", uses="dbo.batch.coordinate.decide",
         buggy=lambda: padded([40, 8], [True, False], before_the_modes_meet),
         fixed=lambda: padded([40, 8], [True, False]),
         culprit={"rank": 0, "step": 0}, says=("runs 64 rows", "its own count is 40"),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dbo.check import judge
-from dbo.contract import Barrier
+from dbo.contract.world import Barrier
 from dbo.errors import DBOError
 from dbo.trace import Trace
-from dbo.ubatch import UBatchContext, dbo_register_recv_hook
+from dbo.ubatching.ring import UBatchContext, dbo_register_recv_hook
 from sim.world import SimWorld
 from tests.faults.pair import Body, Pair, check_pair, hand_over, ring_step, run, yields
 
@@ -149,7 +149,7 @@ def failing(context: type[UBatchContext], bodies: list[Body], *, before: tuple[i
 
 def raises(case: str, name: str, *, buggy: Any, fixed: Any, bodies: list[Body], ubatch: int, **more: Any) -> Pair:
     return Pair(
-        case=case, name=name, id="swallowed-error", uses="dbo.ubatch.UBatchContext", raises=True,
+        case=case, name=name, id="swallowed-error", uses="dbo.ubatching.ring.UBatchContext", raises=True,
         buggy=lambda: failing(buggy, bodies, **more), fixed=lambda: failing(fixed, bodies, **more),
         culprit={"rank": 0, "ubatch": ubatch, "step": 0}, says=("raised Broken", "never ended (hung)"),
         also=frozenset({"deadlock"}),
@@ -159,13 +159,13 @@ def raises(case: str, name: str, *, buggy: Any, fixed: Any, bodies: list[Body], 
 BARRIER = "h2oai/datatable#2521"
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#55586", name="hook", id="unequal-yields", uses="dbo.ubatch.UBatchContext",
+        case="vllm-project/vllm#55586", name="hook", id="unequal-yields", uses="dbo.ubatching.ring.UBatchContext",
         buggy=lambda: shrinking(DepartedLooksPresent, hook=True), fixed=lambda: shrinking(UBatchContext, hook=True),
         culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("a plain ring would hang (y0=2, y1=3)",),
         also=frozenset({"deadlock", "hook-lost"}),
     ),
     Pair(
-        case="vllm-project/vllm#55586", name="yield", id="unequal-yields", uses="dbo.ubatch.UBatchContext",
+        case="vllm-project/vllm#55586", name="yield", id="unequal-yields", uses="dbo.ubatching.ring.UBatchContext",
         buggy=lambda: shrinking(DepartedLooksPresent, hook=False), fixed=lambda: shrinking(UBatchContext, hook=False),
         culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("a plain ring would hang (y0=2, y1=3)",),
         also=frozenset({"deadlock"}),
@@ -173,7 +173,7 @@ PAIRS = [
     raises("vllm-project/vllm#55586", "raise", buggy=DiesSilently, fixed=UBatchContext,
            bodies=[raising(1, 2), yields(2)], ubatch=0),
     Pair(
-        case="vllm-project/vllm#30120", id="deadlock", uses="dbo.ubatch.UBatchContext",
+        case="vllm-project/vllm#30120", id="deadlock", uses="dbo.ubatching.ring.UBatchContext",
         buggy=lambda: narrower(RingSizeOfTheProcess), fixed=lambda: narrower(UBatchContext),
         culprit={"rank": 0, "step": 1}, says=("baton u0", "baton u1"),
     ),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from dbo.batch.coordinate import Common, vote
 from dbo.check import judge
 from dbo.config import DBOConfig, capture_ladder, profile_shapes, require_profiled
-from dbo.coordinate import Common, vote
+from dbo.engine.components import Program
 from dbo.errors import ConfigError
-from dbo.program import Program
 from dbo.trace import Trace
 from sim.world import SimWorld
 from tests.faults.pair import Pair, busy, check_pair, decided, ended, ring_step, run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dbo.check import measure
-from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.trace import Record, Trace
-from dbo.ubatch import (
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
+from dbo.ubatching.ring import (
     UBatchContext,
     dbo_get_previous_event,
     dbo_switch_to_comm,
@@ -131,17 +131,17 @@ def combine_with(row_ops: type[DeterministicFill]) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#38451", id="no-overlap", uses="dbo.ubatch.UBatchContext",
+        case="vllm-project/vllm#38451", id="no-overlap", uses="dbo.ubatching.ring.UBatchContext",
         buggy=lambda: exchange_after_a(RecordsAfterTheYield), fixed=lambda: exchange_after_a(UBatchContext),
         culprit={"rank": 0, "ubatch": 0}, says=("dispatch of ubatch 0", "waits for B of ubatch 1"),
     ),
     Pair(
-        case="vllm-project/vllm#38451", name="mirror", id="stream-race", uses="dbo.ubatch.UBatchContext",
+        case="vllm-project/vllm#38451", name="mirror", id="stream-race", uses="dbo.ubatching.ring.UBatchContext",
         buggy=lambda: exchange_after_a(RecordsElsewhere), fixed=lambda: exchange_after_a(UBatchContext),
         culprit={"rank": 0, "ubatch": 0}, says=("x of rank 0", "u0 A", "u0 dispatch"),
     ),
     Pair(
-        case="vllm-project/vllm#27666", id="stream-race", uses="dbo.ubatch.dbo_get_previous_event",
+        case="vllm-project/vllm#27666", id="stream-race", uses="dbo.ubatching.ring.dbo_get_previous_event",
         buggy=lambda: dispatch_with(whatever_is_current), fixed=lambda: dispatch_with(dbo_get_previous_event),
         culprit={"rank": 0, "ubatch": 0}, says=("x of rank 0", "a write by u0 write x", "a read by u0 dispatch"),
     ),

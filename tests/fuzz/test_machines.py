@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import fuzz.machines
-from dbo.coordinate import decide
+from dbo.batch.coordinate import decide
 from fuzz import profiles
 from fuzz.machines import CoordinationMachine
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dbo.config import DBOConfig
+from dbo.engine.components import Program
+from dbo.job.rank import CleanPrograms, FolderWeights, RankJob, RequestSpec
 from dbo.model.config import load_model_config
 from dbo.model.generator import generate_model_folder
 from dbo.moe.interface import ExpertInputs
-from dbo.player import SchedulePlayer
-from dbo.program import Program
-from dbo.rank import CleanPrograms, FolderWeights, RankJob, RequestSpec
 from dbo.schedule import Item, Yield, load_schedule
-from dbo.ubatch import UBatchContext, dbo_current_ubatch_id
+from dbo.ubatching.player import SchedulePlayer
+from dbo.ubatching.ring import UBatchContext, dbo_current_ubatch_id
 
 STALL_S = 3.0
 

@@ -12,14 +12,13 @@ from tests.gpu.kernel_harness import DEVICE, draw, runs_here, working_interprete
 
 pytestmark = runs_here  # a statement between the imports: the harness comes before whatever imports Triton
 
-from dbo.batch_plan import DCPLayout  # noqa: E402
-from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
+from dbo.batch.plan import DCPLayout  # noqa: E402
 from dbo.model.attention import MLAttention  # noqa: E402
 from dbo.model.dcp_attention import DCPAttention  # noqa: E402
 from dbo.model.paging import plan_paged_batch  # noqa: E402
 from dbo.model.rope import rotation  # noqa: E402
-from gpu import attention  # noqa: E402
-from gpu.kernels import mla_decode  # noqa: E402
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context  # noqa: E402
+from gpu.kernels import attention, mla_decode  # noqa: E402
 from tests.gpu.layer_config import CONFIG, attention_weights  # noqa: E402
 
 PAGE = 4

@@ -17,11 +17,11 @@ if not torch.cuda.is_available():
 from dbo.dcp.direct import STATE_MISSING
 from dbo.dcp.interface import DCPShape
 from dbo.errors import PeerFailed
-from gpu import dcp_model
+from gpu.check import dcp_model
 
 pytest.importorskip("triton", reason="triton is not installed (extra `kernels`)")
 
-from gpu import dcp_direct  # noqa: E402
+from gpu.dcp import direct as dcp_direct  # noqa: E402
 from gpu.kernels.exchange import DirectExchange, new_region  # noqa: E402
 
 SHAPE = DCPShape(size=2, backend="a2a_direct", max_rows=48, num_ubatches=2, heads=4, head_dim=20, dtype="bfloat16")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu import check, probe
+from gpu import probe
+from gpu.check import command as check
 
 
 def run(capsys, *words):

@@ -13,7 +13,7 @@ from tests.meta.source_tree import ROOT, modules, needs, parse
 HEAVY = ("torch", "hypothesis", "transformers", "triton", "pytest")
 
 
-@pytest.mark.parametrize("package", ["dbo", "sim", "fuzz", "dbo.cli", "dbo.registry", "dbo.main_job_types"])
+@pytest.mark.parametrize("package", ["dbo", "sim", "fuzz", "dbo.cli", "dbo.registry", "dbo.job.types"])
 def test_a_plain_import_loads_nothing_heavy(package):
     assert _loaded(package, HEAVY) == []
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dbo.check.report import Report
 from dbo.config import BACKENDS
-from dbo.program import Program
-from dbo.rank import RankJob
+from dbo.engine.components import Program
+from dbo.job.rank import RankJob
 from dbo.schedule import presets
 from dbo.trace import Record
 from sim.faults import CATALOGUE, Fault, Site

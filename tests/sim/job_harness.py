@@ -10,10 +10,10 @@ from typing import Any
 from dbo.check import judge
 from dbo.check.report import Report
 from dbo.config import DBOConfig, effective
+from dbo.engine.components import Program
+from dbo.engine.runner import StepOutcome
+from dbo.job.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.model.config import ModelConfig, parse_model_config
-from dbo.program import Program
-from dbo.rank import FolderWeights, RankJob, RankMain, RequestSpec
-from dbo.runner import StepOutcome
 from dbo.schedule import load_schedule, parse_schedule, to_text
 from sim.world import Launched, launch
 

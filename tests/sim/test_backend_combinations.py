@@ -16,10 +16,10 @@ import torch
 
 from dbo.config import BACKENDS, ModelShape, validate
 from dbo.errors import ConfigError, ScheduleError
-from dbo.local import LocalWorld
+from dbo.job.local import LocalWorld
+from dbo.job.rank import RankJob, RankMain
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
-from dbo.rank import RankJob, RankMain
 from dbo.schedule import load_schedule, presets
 from dbo.schedule import validate as validate_schedule
 from tests.sim.job_harness import SMALL, config, numeric_job, run, split_steps, tokens_of, verdict_of

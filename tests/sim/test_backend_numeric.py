@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbo.check import judge
-from dbo.forward_context import ForwardContext, override_forward_context
+from dbo.engine.components import Program
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
 from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinalize
@@ -20,7 +20,7 @@ from dbo.moe.deepep_v2 import DeepEPV2PrepareAndFinalize
 from dbo.moe.interface import ExpertInputs, summed
 from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize, share_needed
-from dbo.program import Program
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 from sim.cost import CostTable
 from sim.faults import Site
 from sim.faults.clean_run import CleanRun

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dbo.config import DBOConfig
-from dbo.program import Program
+from dbo.engine.components import Program
 from sim.cost import CostTable
 from sim.world import Launched
 from tests.sim.backend_harness import ALL_BACKENDS, STREAM_BACKENDS, host_counts, with_worst_case

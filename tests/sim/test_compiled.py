@@ -13,9 +13,9 @@ from dbo.check import judge, stream_race
 from dbo.errors import NotAvailable, UsageError
 from dbo.schedule import Schedule, load_schedule, parse_schedule, presets
 from dbo.trace import Record, Trace
-from sim.compiled import CompiledSchedule, compile_schedule
-from sim.compiled_race import find_races
-from sim.footprint import EXCHANGES
+from sim.compiled.footprint import EXCHANGES
+from sim.compiled.program import CompiledSchedule, compile_schedule
+from sim.compiled.race import find_races
 from sim.world import launch
 
 PAIRS = [(name, backend) for name, s in presets().items() for backend in s.backends if backend in EXCHANGES]

@@ -12,7 +12,7 @@ from dbo.bench.layer import LayerJob, layer_program
 from dbo.schedule import load_schedule
 from dbo.trace import Record, Trace
 from sim.collectives import SimGroup
-from sim.compiled import compile_schedule
+from sim.compiled.program import compile_schedule
 from sim.cost import CostTable
 from sim.engine import SMS_PER_DEVICE
 from sim.world import Launched, SimWorld, launch

@@ -14,8 +14,8 @@ from dbo.check import judge  # noqa: E402
 from dbo.dcp import empty_rows, merge  # noqa: E402
 from dbo.dcp.interface import DCPShape  # noqa: E402
 from dbo.errors import WorkspaceError  # noqa: E402
-from dbo.forward_context import ForwardContext, override_forward_context  # noqa: E402
-from sim.dcp import faults  # noqa: E402
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context  # noqa: E402
+from sim.faults import dcp_group as faults  # noqa: E402
 from sim.world import Launched, launch  # noqa: E402
 
 EXCHANGES = ("ag_rs", "a2a", "a2a_direct")

@@ -11,14 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra `torch`)")
 
-from dbo.compare import compare  # noqa: E402
-from dbo.local import LocalWorld  # noqa: E402
+from dbo.engine.components import Program  # noqa: E402
+from dbo.engine.runner import StepOutcome  # noqa: E402
+from dbo.job.compare import compare  # noqa: E402
+from dbo.job.local import LocalWorld  # noqa: E402
+from dbo.job.rank import RankJob, RankMain  # noqa: E402
 from dbo.model.config import load_model_config  # noqa: E402
 from dbo.model.generator import generate_model_folder  # noqa: E402
-from dbo.program import Program  # noqa: E402
-from dbo.rank import RankJob, RankMain  # noqa: E402
-from dbo.runner import StepOutcome  # noqa: E402
-from sim.dcp import faults  # noqa: E402
+from sim.faults import dcp_group as faults  # noqa: E402
 from sim.world import Launched  # noqa: E402
 from tests.sim.job_harness import SMALL, config, numeric_job, outcomes_of, run, split_steps, verdict_of  # noqa: E402
 

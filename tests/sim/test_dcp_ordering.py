@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dbo.program import Program
-from dbo.rank import RankJob
-from sim.dcp import faults
+from dbo.engine.components import Program
+from dbo.job.rank import RankJob
+from sim.faults import dcp_group as faults
 from tests.sim.job_harness import ordering_job, outcomes_of, run, split_steps, verdict_of
 
 LAYOUTS = {"dp1-dcp2": (1, 2), "dp2-dcp2": (2, 2), "dp1-dcp4": (1, 4)}

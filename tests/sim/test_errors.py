@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from dbo.engine.components import Program
+from dbo.engine.runner import StepOutcome
 from dbo.errors import PeerFailed, UBatchError
+from dbo.job.rank import MOST_FAILURES, SPARE_STEPS, RankJob
 from dbo.moe.modular_kernel import FusedMoEModularKernel
-from dbo.player import SchedulePlayer
-from dbo.program import Program
-from dbo.rank import MOST_FAILURES, SPARE_STEPS, RankJob
-from dbo.runner import StepOutcome
 from dbo.schedule import Item, Point
-from dbo.ubatch import UBatchContext, dbo_current_ubatch_id, dbo_enabled
+from dbo.ubatching.player import SchedulePlayer
+from dbo.ubatching.ring import UBatchContext, dbo_current_ubatch_id, dbo_enabled
 from sim.world import Launched
 from tests.sim.job_harness import ordering_job, outcomes_of, run, tokens_of, verdict_of
 

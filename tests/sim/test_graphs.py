@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dbo.job.rank import RankJob
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
-from dbo.rank import RankJob
 from dbo.trace import Trace
 from tests.sim.job_harness import numeric_job, run, verdict_of
 

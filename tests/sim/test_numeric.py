@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from dbo.compare import margin
+from dbo.engine.components import Program
 from dbo.errors import EngineError
-from dbo.local import LocalWorld
+from dbo.job.compare import margin
+from dbo.job.local import LocalWorld
+from dbo.job.rank import RankJob, RankMain
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
-from dbo.program import Program
-from dbo.rank import RankJob, RankMain
 from sim.cost import CostTable
 from sim.faults import CATALOGUE
 from sim.tasks import Task

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dbo.schedule import load_schedule, validate
-from sim.compiled import compile_schedule
+from sim.compiled.program import compile_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "own-schedule.md").read_text(encoding="utf-8")

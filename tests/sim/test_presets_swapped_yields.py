@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dbo.player import SchedulePlayer
-from dbo.program import Program
+from dbo.engine.components import Program
 from dbo.schedule import Yield, load_schedule
+from dbo.ubatching.player import SchedulePlayer
 from sim.world import Launched
 from tests.sim.backend_harness import DECLARED, Case
 from tests.sim.job_harness import run, verdict_of

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbo.coordinate import ROW_PADDED, CommonConfig, Decision, RankColumn, decide, exchange
-from dbo.player import SchedulePlayer
-from dbo.program import Program
+from dbo.batch.coordinate import ROW_PADDED, CommonConfig, Decision, RankColumn, decide, exchange
+from dbo.engine.components import Program
+from dbo.ubatching.player import SchedulePlayer
 from tests.sim.job_harness import ordering_job, run, verdict_of
 
 

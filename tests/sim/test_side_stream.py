@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from dbo.engine.components import Program
 from dbo.moe.modular_kernel import FusedMoEModularKernel
-from dbo.program import Program
 from tests.sim.backend_harness import ALL_BACKENDS
 from tests.sim.job_harness import ordering_job, run, verdict_of
 

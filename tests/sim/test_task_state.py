@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbo.ubatch import dbo_current_ubatch_id, dbo_yield
+from dbo.ubatching.ring import dbo_current_ubatch_id, dbo_yield
 from sim.world import SimWorld, launch
 from tests.unit.wrapper_harness import call, step_context, wrapper_of
 

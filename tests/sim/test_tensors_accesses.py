@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo.accesses import any_overlap, is_empty, normalized, overlaps, strided
 from dbo.trace import Access
+from dbo.trace.accesses import any_overlap, is_empty, normalized, overlaps, strided
 
 
 def byte_set(access: Access) -> set[int]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbo.accesses import any_overlap
 from dbo.errors import DeviceTensorError, UsageError
+from dbo.trace.accesses import any_overlap
 from sim.tensors import (
     accesses,
     declared_rows,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo.accesses import overlaps
 from dbo.errors import NotAvailable
 from dbo.trace import Access
+from dbo.trace.accesses import overlaps
 from sim.tensors import accesses, poisoned_empty, raw, register_device, unregister_all, wrap
 from sim.tensors.fifo import FifoDevice, Operation
 

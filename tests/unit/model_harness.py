@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.model.config import ModelConfig, load_model_config
 from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
 from dbo.model.loader import load_weights
 from dbo.model.router import Router
 from dbo.moe.interface import ExpertInputs
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 
 SMALL = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from dbo.slicing import NULL_SLOT, BatchPlan, DCPLayout
+from dbo.batch.slicing import NULL_SLOT, BatchPlan, DCPLayout
 
 MB = 8
 BLOCK_SIZE = 8

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dbo.forward_context import ForwardContext
 from dbo.trace import Record, Trace
-from dbo.ubatch import UBatchContext, make_ubatch_contexts
+from dbo.ubatching.forward_context import ForwardContext
+from dbo.ubatching.ring import UBatchContext, make_ubatch_contexts
 from sim.world import Launched, SimWorld, launch
 
 VEHICLES = ("greenlet", "thread")

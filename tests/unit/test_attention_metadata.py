@@ -12,10 +12,10 @@ from tests.unit.plan_builder import batches, build, part, request
 
 torch = pytest.importorskip("torch", reason="device metadata needs torch")
 
-from dbo import attention_metadata as am  # noqa: E402
-from dbo.attention_metadata import CommonAttentionMetadata, from_plan, split_attn_metadata  # noqa: E402
+from dbo.batch import attention_metadata as am  # noqa: E402
+from dbo.batch.attention_metadata import CommonAttentionMetadata, from_plan, split_attn_metadata  # noqa: E402
+from dbo.batch.slicing import DCPLayout, UBatchSlice, maybe_create_ubatch_slices, slice_plan  # noqa: E402
 from dbo.errors import MetadataError  # noqa: E402
-from dbo.slicing import DCPLayout, UBatchSlice, maybe_create_ubatch_slices, slice_plan  # noqa: E402
 
 HOST_FIELDS = ("query_start_loc_cpu", "seq_lens_cpu", "is_prefilling")
 

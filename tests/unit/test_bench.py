@@ -8,7 +8,7 @@ import pytest
 
 from dbo.bench.table import table, to_json
 from dbo.bench.timing import Benchmark, Result, Target, chosen, measure, milliseconds
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 from dbo.errors import UsageError
 from dbo.registry import BENCHMARKS, benchmarks
 

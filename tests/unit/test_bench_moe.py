@@ -15,7 +15,7 @@ from dbo.bench.moe import MoEBench, options
 from dbo.bench.moe_figures import LONG, VARIANTS, MoERow, beside, best_without, gain_over_best, hidden_share, verdicts
 from dbo.bench.moe_shapes import SHAPES
 from dbo.bench.moe_table import Measured, page, table
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 from dbo.errors import NotAvailable, ScheduleError, UsageError
 
 MS = {"no_dbo": 10.2, "dbo": 6.6, "compute": 6.0, "halves": 6.4, "comm": 4.0, "comm_halves": 4.4}

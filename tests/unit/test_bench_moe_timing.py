@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the timer allocates an array")
 
-from gpu.bench_moe_timing import OWN_LOAD_MS, WARM_UP, Turns  # noqa: E402
+from gpu.bench.moe_timing import OWN_LOAD_MS, WARM_UP, Turns  # noqa: E402
 
 REPEAT = 4
 

@@ -13,9 +13,9 @@ import pytest
 import dbo
 from dbo.check import verdict
 from dbo.check.violation import Violation
-from dbo.cli.frame import COMMANDS, main
+from dbo.cli.dispatch import COMMANDS, main
 from dbo.errors import ModelFormatError, NotAvailable, StepDrift
-from dbo.main_job_types import CheckRequest, CheckResult, Invariants, Overlap, Reference, StepReport
+from dbo.job.types import CheckRequest, CheckResult, Invariants, Overlap, Reference, StepReport
 
 
 def result_of(verdict_, violations=()):
@@ -33,7 +33,7 @@ def result_of(verdict_, violations=()):
 @pytest.fixture
 def job(monkeypatch):
     """Stands in for the main job: `job.does` is called with the request and the progress."""
-    module = types.ModuleType("dbo.main_job")
+    module = types.ModuleType("dbo.job.run")
     module.requests = []
     module.does = lambda request, progress: result_of(verdict.proved())
 
@@ -42,7 +42,7 @@ def job(monkeypatch):
         return module.does(request, progress)
 
     module.run = run
-    monkeypatch.setitem(sys.modules, "dbo.main_job", module)
+    monkeypatch.setitem(sys.modules, "dbo.job.run", module)
     monkeypatch.setattr(dbo, "main_job", module, raising=False)
     return module
 
@@ -228,7 +228,7 @@ def test_every_listed_command_is_a_whole_one():
 
 
 def test_a_reader_that_leaves_early_keeps_the_verdict():
-    code = "import sys\nfrom dbo.cli import frame, answer\n"
+    code = "import sys\nfrom dbo.cli import dispatch as frame, answer\n"
     code += "sys.exit(frame._print(answer.Answer(text='x' * 10**6), as_json=False))"
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{code}" | true'],

@@ -9,7 +9,7 @@ from dbo.cli import render
 from dbo.cli.rows import draw
 from dbo.cli.terminal import colours
 from dbo.export.rows import Span
-from dbo.main_job_types import CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
+from dbo.job.types import CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
 
 SPLIT = StepReport(
     step=0,

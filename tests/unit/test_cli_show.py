@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dbo.bench.layer import LayerJob, layer_program
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 from dbo.errors import UsageError
 from dbo.export.chrome import read_trace, write_trace
 from dbo.export.window import window

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dbo.compare import MARGINS, compare, margin
+from dbo.job.compare import MARGINS, compare, margin
 
 
 def row(*logits):

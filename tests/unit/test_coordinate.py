@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo import coordinate as co
+from dbo.batch import coordinate as co
+from dbo.batch.coordinate import Common, RankColumn, decide, vote
 from dbo.config import DBOConfig
-from dbo.coordinate import Common, RankColumn, decide, vote
 from dbo.errors import StepDrift
 
 DECODE = DBOConfig(enable_dbo=True, dbo_decode_token_threshold=32)

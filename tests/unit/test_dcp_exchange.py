@@ -16,7 +16,7 @@ import dbo.dcp
 from dbo.dcp import ag_rs, dcp_a2a_lse_reduce, empty_rows, two_collectives
 from dbo.dcp.local import LocalGroup, run_ranks
 from dbo.dcp.oracle import merge_float64
-from dbo.workspace import Slot, WorkspaceManager
+from dbo.dcp.workspace import Slot, WorkspaceManager
 
 PATHS = {"a2a": dcp_a2a_lse_reduce, "two_collectives": two_collectives, "ag_rs": ag_rs}
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6}

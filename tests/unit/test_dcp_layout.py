@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dbo.batch_plan import NULL_SLOT, DCPLayout
+from dbo.batch.plan import NULL_SLOT, DCPLayout
 from dbo.dcp.interface import place_in_groups, rows_of_peer
 from dbo.engine.batch import build_batch
+from dbo.engine.sampling import SamplingParams
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest
 from dbo.model.config import parse_model_config
 from dbo.model.layout import local_experts
-from dbo.sampling import SamplingParams
 from tests.sim.job_harness import SMALL
 
 REPLICAS, C, HEADS, LATENT, HIDDEN, EXPERTS = 2, 2, 4, 8, 12, 8

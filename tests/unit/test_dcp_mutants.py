@@ -17,7 +17,7 @@ import torch
 
 from dbo.dcp import dcp_a2a_lse_reduce, empty_rows, lse_pack_dim, merge, pack, unpack
 from dbo.dcp.local import LocalGroup, run_ranks
-from dbo.workspace import Slot, WorkspaceManager
+from dbo.dcp.workspace import Slot, WorkspaceManager
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 RAW = {FP16: torch.int16, BF16: torch.int16, FP32: torch.int32}

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the adapter's arrays are torch's")
 
 from dbo.config import DBOConfig  # noqa: E402
 from dbo.errors import ConfigError  # noqa: E402
-from dbo.rank import make_prepare_finalize  # noqa: E402
+from dbo.job.rank import make_prepare_finalize  # noqa: E402
 from gpu.alltoall import deepep_v2  # noqa: E402
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dbo.batch.slicing import DCPLayout
 from dbo.engine.batch import build_batch
+from dbo.engine.sampling import SamplingParams
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest, reads_new_kv, uniform_query_len
 from dbo.errors import EngineError
-from dbo.sampling import SamplingParams
-from dbo.slicing import DCPLayout
 
 
 def row(

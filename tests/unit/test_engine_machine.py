@@ -15,12 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dbo.batch.slicing import NULL_BLOCK, NULL_SLOT, DCPLayout
 from dbo.engine.batch import ModelInputs, build_batch
 from dbo.engine.kv_blocks import num_blocks_for
 from dbo.engine.requests import Request, RequestState
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
-from dbo.slicing import NULL_BLOCK, NULL_SLOT, DCPLayout
 
 EOS = 0
 Prefix = tuple[int, ...]

@@ -8,10 +8,10 @@ import pytest
 
 from dbo.engine.kv_blocks import BlockPool
 from dbo.engine.requests import Request, RequestState
+from dbo.engine.sampling import SamplingParams
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import ConfigError, EngineError, PromptError, UsageError
-from dbo.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

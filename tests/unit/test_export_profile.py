@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dbo.check import HappensBefore, measure
-from dbo.cli.frame import main
+from dbo.cli.dispatch import main
 from dbo.errors import UsageError
 from dbo.export.chrome import write_trace
 from dbo.export.profile import Place, place_of, range_name, read_any, read_profile

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from gpu import board
-from gpu.stuck import differing_exchange, waiters_of
+from gpu.watch import flight_recorder as board
+from gpu.watch.stuck import differing_exchange, waiters_of
 
 TAGS = (3, 1, -1, "A1")
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from dbo.errors import RingError
-from gpu import board, handoff
-from gpu.host import RawBaton, ThreadBarrier, ThreadWorker
-from gpu.recorder import Recorder
+from gpu.bench import handoff
+from gpu.host.threads import RawBaton, ThreadBarrier, ThreadWorker
+from gpu.record.recorder import Recorder
+from gpu.watch import flight_recorder as board
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_every_way_of_handing_over_is_measured():
 
 def test_a_greenlet_that_nobody_can_wake_is_refused(recorder):
     pytest.importorskip("greenlet", reason="ubatches as greenlets need it")
-    from gpu.greenlets import GreenletHost
+    from gpu.host.greenlets import GreenletHost
 
     resumed = []
     host = GreenletHost(recorder, resumed.append, "compute")

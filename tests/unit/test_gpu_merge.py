@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from dbo.check import HappensBefore
 from dbo.errors import PeerFailed, StepDrift, UBatchError
 from dbo.trace import Access, BufferInfo, Record
-from gpu import transport
-from gpu.merge import merge
+from gpu.launch import transport
+from gpu.launch.merge import merge
 
 
 @dataclass

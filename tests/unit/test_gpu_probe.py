@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dbo.cli import frame
+from dbo.cli import dispatch as frame
 from dbo.cli.doctor import text
 from dbo.errors import NotAvailable, UsageError
 from gpu import probe

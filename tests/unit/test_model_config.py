@@ -12,7 +12,7 @@ import pytest
 
 from dbo.errors import ConfigError, ModelFormatError
 from dbo.model.config import load_model_config, parse_model_config
-from dbo.model.frame import published_config
+from dbo.model.config_folder import published_config
 from dbo.model.layout import checkpoint_shapes, local_experts
 from dbo.model.rope_config import YarnConfig
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dbo.errors import ConfigError
-from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.model.config import load_model_config
 from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
 from dbo.model.generator import generate_model_folder
@@ -17,6 +16,7 @@ from dbo.model.loader import load_weights
 from dbo.model.paging import plan_paged_batch
 from dbo.moe.experts import make_experts
 from dbo.moe.interface import ExpertInputs
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 from tests.unit.model_harness import SMALL, LocalKernel, Paged, build_model
 
 GENERATOR = torch.Generator().manual_seed(5)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from dbo.engine.components import Program
 from dbo.errors import ScheduleError, UBatchError
-from dbo.forward_context import get_forward_context
-from dbo.player import SchedulePlayer
-from dbo.program import Program
 from dbo.schedule import presets
 from dbo.schedule.ring import run_ring
 from dbo.trace import Record
-from dbo.ubatch import UBatchContext
+from dbo.ubatching.forward_context import get_forward_context
+from dbo.ubatching.player import SchedulePlayer
+from dbo.ubatching.ring import UBatchContext
 from sim.world import Launched, SimWorld
 from tests.sim.job_harness import ordering_job, run, verdict_of
 from tests.unit.wrapper_harness import call, in_world, step_context, wrapper_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbo.engine.sampling import SamplingParams, sample, sample_token, uniform
 from dbo.errors import EngineError, UsageError
-from dbo.sampling import SamplingParams, sample, sample_token, uniform
 
 
 @dataclass(frozen=True, kw_only=True)

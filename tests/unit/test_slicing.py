@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo import slicing
-from dbo.errors import MetadataError
-from dbo.slicing import (
+from dbo.batch import slicing
+from dbo.batch.slicing import (
     FIELD_RULES,
     NULL_SLOT,
     BatchPlan,
@@ -22,6 +21,7 @@ from dbo.slicing import (
     maybe_create_ubatch_slices,
     slice_plan,
 )
+from dbo.errors import MetadataError
 from tests.unit.plan_builder import batches, build, local_keys, part, request
 
 

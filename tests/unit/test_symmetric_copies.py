@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dbo.errors import ConfigError
-from dbo.forward_context import ForwardContext, override_forward_context
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
 from dbo.moe.symm_copy_ops import TorchCopyRows
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 from gpu.alltoall import symmetric_copies
 from gpu.alltoall.symmetric_copies import ALIGNMENT_BYTES, HALVES, DeviceCopies, Layout, Memory
 

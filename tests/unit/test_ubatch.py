@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from dbo import ubatch
 from dbo.errors import RingError
-from dbo.forward_context import get_forward_context, set_forward_context
-from dbo.ubatch import UBatchCancelled, make_ubatch_contexts
+from dbo.ubatching import ring as ubatch
+from dbo.ubatching.forward_context import get_forward_context, set_forward_context
+from dbo.ubatching.ring import UBatchCancelled, make_ubatch_contexts
 from sim.world import SimWorld, launch
 from tests.unit.ring_harness import VEHICLES, Ring, one_step, play
 

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from dbo import ubatch
 from dbo.check import judge
 from dbo.check.unequal_yields import plain_ring_ends
+from dbo.ubatching import ring as ubatch
 from tests.unit.ring_harness import VEHICLES, Ring, play
 
 COUNTS = range(5)

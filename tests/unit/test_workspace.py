@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
+from dbo.dcp.workspace import ALIGNMENT_BYTES, Slot, WorkspaceManager
 from dbo.errors import WorkspaceError
-from dbo.forward_context import ForwardContext, override_forward_context
-from dbo.workspace import ALIGNMENT_BYTES, Slot, WorkspaceManager
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 
 S0, S1 = Slot(0, "dcp"), Slot(1, "dcp")
 

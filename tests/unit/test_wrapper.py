@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from dbo.engine.components import Program
 from dbo.errors import DBOError, RingError, UBatchError
-from dbo.forward_context import get_forward_context, override_forward_context
-from dbo.program import Program
-from dbo.ubatch import (
+from dbo.ubatching.forward_context import get_forward_context, override_forward_context
+from dbo.ubatching.ring import (
     dbo_current_ubatch_id,
     dbo_enabled,
     dbo_maybe_run_recv_hook,

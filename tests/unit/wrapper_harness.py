@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from dbo.forward_context import ForwardContext, override_forward_context
-from dbo.program import Program
+from dbo.batch.slicing import UBatchSlice
+from dbo.engine.components import Program
 from dbo.schedule import Schedule, load_schedule, parse_schedule
-from dbo.slicing import UBatchSlice
-from dbo.wrapper import UBatchWrapper
+from dbo.ubatching.forward_context import ForwardContext, override_forward_context
+from dbo.ubatching.wrapper import UBatchWrapper
 from sim.world import Launched, SimWorld, launch
 
 

@@ -1,0 +1,1 @@
+"""A step as integers: its plan, its slices, and what the ranks agree on."""

@@ -1,0 +1,1 @@
+"""What the overlap system asks of the world that it runs in."""

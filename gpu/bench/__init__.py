@@ -1,0 +1,1 @@
+"""Benchmarks on devices; the product imports none of them."""

@@ -1,0 +1,1 @@
+"""A DCP group of ranks on devices."""

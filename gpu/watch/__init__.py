@@ -1,0 +1,1 @@
+"""What ranks say of themselves in shared memory, and the process that reads it."""

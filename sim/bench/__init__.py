@@ -1,0 +1,1 @@
+"""Benchmarks of the simulator; the product imports none of them."""

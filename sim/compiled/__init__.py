@@ -1,0 +1,1 @@
+"""A schedule's compiled form: built once, replayed for any number of ranks."""
