@@ -51,9 +51,13 @@ def one_case(token: str) -> FuzzResult:
         lines += [f"    {line}" for line in violation.sentence.splitlines()]
     lines.append(f"surprise: {what}" if what else "as it should be")
     data = {
-        "case": case.token, "spelling": case.spelling, "command": case.command, "surprise": what, "exit": int(bool(what)),
+        "case": case.token,
+        "spelling": case.spelling,
+        "command": case.command,
+        "surprise": what,
+        "exit": int(bool(what)),
         **report.to_dict(),
-    }  # fmt: skip
+    }
     return FuzzResult(verdict=report.verdict, good=not what, lines=lines, data=data)
 
 

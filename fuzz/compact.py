@@ -176,13 +176,32 @@ def _coded(c: _Coder, case: Case | None) -> Case:
     requests = tuple(_plans(c, _at(_of(case, lambda it: it.requests), n)) for n in range(replicas))
     fault = _fault(c, _of(case, lambda it: it.fault))
     return Case(
-        backend=backend, ranks=ranks, ubatches=ubatches, dense_layers=dense_layers, moe_layers=moe_layers,
-        experts=experts, top_k=top_k, decode_threshold=decode_threshold, prefill_threshold=prefill_threshold,
-        max_batched_tokens=max_batched_tokens, max_seqs=max_seqs, block_size=block_size, num_kv_blocks=num_kv_blocks,
-        split_points=split_points, graphs=graphs, capture_sizes=capture_sizes, dcp_size=dcp_size,
-        dcp_backend=dcp_backend, interleave=interleave, shared_experts=shared_experts, items=items, offset=offset,
-        requests=requests, mode=mode, fault=fault,
-    )  # fmt: skip
+        backend=backend,
+        ranks=ranks,
+        ubatches=ubatches,
+        dense_layers=dense_layers,
+        moe_layers=moe_layers,
+        experts=experts,
+        top_k=top_k,
+        decode_threshold=decode_threshold,
+        prefill_threshold=prefill_threshold,
+        max_batched_tokens=max_batched_tokens,
+        max_seqs=max_seqs,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        split_points=split_points,
+        graphs=graphs,
+        capture_sizes=capture_sizes,
+        dcp_size=dcp_size,
+        dcp_backend=dcp_backend,
+        interleave=interleave,
+        shared_experts=shared_experts,
+        items=items,
+        offset=offset,
+        requests=requests,
+        mode=mode,
+        fault=fault,
+    )
 
 
 def _name(c: _Coder, name: str | None, names: tuple[str, ...]) -> str:
@@ -245,9 +264,11 @@ def _fault(c: _Coder, spelt: str | None) -> str:
     name, site = known or (None, None)
     name = _NAMED.get(c.choice(None if name is None else _hash(name), _NAMES))
     site = Site(
-        rank=c.value(_of(site, lambda it: it.rank), 4), ubatch=c.value(_of(site, lambda it: it.ubatch), 3),
-        at=c.value(_of(site, lambda it: it.at), 16), field=_name(c, _of(site, lambda it: it.field), ADJUSTED_FIELDS),
-    )  # fmt: skip
+        rank=c.value(_of(site, lambda it: it.rank), 4),
+        ubatch=c.value(_of(site, lambda it: it.ubatch), 3),
+        at=c.value(_of(site, lambda it: it.at), 16),
+        field=_name(c, _of(site, lambda it: it.field), ADJUSTED_FIELDS),
+    )
     if name is None:
         rule, fix = "the fault of a case token is in the catalogue", "run it with the version that printed it"
         raise UsageError(refusal(rule, fix, site=site))

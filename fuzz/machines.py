@@ -64,15 +64,30 @@ class CoordinationMachine(RuleBasedStateMachine):
         graphs=st.booleans(),
     )
     def start(
-        self, ranks: int, ubatches: int, decode: int, prefill: int, batched: int, seats: int, block_size: int,
+        self,
+        ranks: int,
+        ubatches: int,
+        decode: int,
+        prefill: int,
+        batched: int,
+        seats: int,
+        block_size: int,
         graphs: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = DBOConfig(
-            data_parallel_size=ranks, enable_expert_parallel=True, enable_dbo=True, num_ubatches=ubatches,
-            dbo_decode_token_threshold=ubatches + decode, dbo_prefill_token_threshold=ubatches + prefill,
-            max_num_batched_tokens=batched, max_num_seqs=min(seats, batched), block_size=block_size,
-            max_model_len=MAX_TOKENS, num_kv_blocks=2 * MAX_TOKENS, cudagraph_mode="FULL" if graphs else "NONE",
-        )  # fmt: skip
+            data_parallel_size=ranks,
+            enable_expert_parallel=True,
+            enable_dbo=True,
+            num_ubatches=ubatches,
+            dbo_decode_token_threshold=ubatches + decode,
+            dbo_prefill_token_threshold=ubatches + prefill,
+            max_num_batched_tokens=batched,
+            max_num_seqs=min(seats, batched),
+            block_size=block_size,
+            max_model_len=MAX_TOKENS,
+            num_kv_blocks=2 * MAX_TOKENS,
+            cudagraph_mode="FULL" if graphs else "NONE",
+        )
         self.schedulers = [RequestScheduler(self.config) for _ in range(ranks)]
         self.live: list[dict[str, Request]] = [{} for _ in range(ranks)]
         self.steps = [0] * ranks
@@ -144,10 +159,14 @@ class CoordinationMachine(RuleBasedStateMachine):
         query_len, dependent = uniform_query_len(batch), reads_new_kv(batch)
         wish = vote(self.config, num_tokens=batch.num_tokens, uniform_decode=query_len > 0, allowed=not dependent)
         return RankColumn(
-            step=step, real_tokens=batch.num_tokens, padded_tokens=batch.num_tokens, vote=wish,
-            wants_full=self.config.cudagraph_mode == "FULL" and query_len > 0, uniform_query_len=query_len,
+            step=step,
+            real_tokens=batch.num_tokens,
+            padded_tokens=batch.num_tokens,
+            vote=wish,
+            wants_full=self.config.cudagraph_mode == "FULL" and query_len > 0,
+            uniform_query_len=query_len,
             reads_new_kv=dependent,
-        )  # fmt: skip
+        )
 
     def _check(self, decision: Decision, batches: Sequence[ScheduledBatch], columns: Sequence[RankColumn]) -> None:
         busy = [not batch.is_idle for batch in batches]

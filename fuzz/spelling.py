@@ -151,9 +151,11 @@ def _plan(text: str, whole: str) -> RequestPlan:
     found = _match(_REQUEST, text, "requests", whole)
     prompt, new, arrives, aborted = found.groups()
     return RequestPlan(
-        prompt_tokens=int(prompt), new_tokens=int(new), arrives=int(arrives or 0),
+        prompt_tokens=int(prompt),
+        new_tokens=int(new),
+        arrives=int(arrives or 0),
         aborted=None if aborted is None else int(aborted),
-    )  # fmt: skip
+    )
 
 
 def _key(names: dict[str, str], value: str) -> str:

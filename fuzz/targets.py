@@ -98,9 +98,12 @@ def _run(case: Case) -> Ran:
     launched = launch(CaseMain(case=case, job=job), ranks=case.ranks, mode=case.mode)
     values: list[Sequence[StepOutcome]] = [value or () for value in launched.values]
     launched.trace.meta |= {
-        "backend": case.backend, "ubatches": case.ubatches, "schedule": to_text(case.schedule), "seed": 0,
+        "backend": case.backend,
+        "ubatches": case.ubatches,
+        "schedule": to_text(case.schedule),
+        "seed": 0,
         "config": configuration.effective(job.config),
-    }  # fmt: skip
+    }
     if any(len(outcomes) >= MAX_STEPS for outcomes in values):
         launched.trace.meta |= {"complete": False, "why_cut": f"{MAX_STEPS} steps"}
     ran = Ran(
@@ -208,9 +211,11 @@ def job_of(case: Case) -> RankJob:
     config = config_of(case)
     model = model_config_of(case)
     shape = ModelShape(
-        hidden_size=model.hidden_size, num_experts=model.n_routed_experts, num_heads=model.num_attention_heads,
+        hidden_size=model.hidden_size,
+        num_experts=model.n_routed_experts,
+        num_heads=model.num_attention_heads,
         max_position_embeddings=model.max_position_embeddings,
-    )  # fmt: skip
+    )
     configuration.validate(config, shape, capabilities=CAPABILITIES)
     validate_schedule(case.schedule, backend=case.backend, num_ubatches=case.ubatches)
     fault = fault_of(case)
@@ -222,9 +227,15 @@ def job_of(case: Case) -> RankJob:
 
         weights_of = weights(model)
     return RankJob(
-        config=config, model_config=model, schedule=case.schedule, requests=(), weights_of=weights_of,
-        program_of=program_of, keep_logits=weights_of is not None, max_steps=MAX_STEPS,
-    )  # fmt: skip
+        config=config,
+        model_config=model,
+        schedule=case.schedule,
+        requests=(),
+        weights_of=weights_of,
+        program_of=program_of,
+        keep_logits=weights_of is not None,
+        max_steps=MAX_STEPS,
+    )
 
 
 def config_of(case: Case) -> DBOConfig:
@@ -234,27 +245,51 @@ def config_of(case: Case) -> DBOConfig:
     if case.backend == "deepep_low_latency":
         low_latency["low_latency_max_tokens_per_rank"] = case.max_batched_tokens
     return DBOConfig(
-        data_parallel_size=case.ranks // case.dcp_size, enable_expert_parallel=True, enable_dbo=True,
-        num_ubatches=case.ubatches, dbo_decode_token_threshold=case.decode_threshold,
-        dbo_prefill_token_threshold=case.prefill_threshold, split_points=case.split_points,
-        dbo_schedule=to_text(case.schedule), all2all_backend=case.backend,
-        max_num_batched_tokens=case.max_batched_tokens, max_num_seqs=case.max_seqs, max_model_len=longest,
-        block_size=case.block_size, num_kv_blocks=case.num_kv_blocks, dtype="float32",
-        cudagraph_mode="FULL" if case.graphs else "NONE", capture_sizes=case.capture_sizes,
-        decode_context_parallel_size=case.dcp_size, dcp_comm_backend=case.dcp_backend,
-        cp_kv_cache_interleave_size=case.interleave, shared_experts=case.shared_experts, **low_latency,
-    )  # fmt: skip
+        data_parallel_size=case.ranks // case.dcp_size,
+        enable_expert_parallel=True,
+        enable_dbo=True,
+        num_ubatches=case.ubatches,
+        dbo_decode_token_threshold=case.decode_threshold,
+        dbo_prefill_token_threshold=case.prefill_threshold,
+        split_points=case.split_points,
+        dbo_schedule=to_text(case.schedule),
+        all2all_backend=case.backend,
+        max_num_batched_tokens=case.max_batched_tokens,
+        max_num_seqs=case.max_seqs,
+        max_model_len=longest,
+        block_size=case.block_size,
+        num_kv_blocks=case.num_kv_blocks,
+        dtype="float32",
+        cudagraph_mode="FULL" if case.graphs else "NONE",
+        capture_sizes=case.capture_sizes,
+        decode_context_parallel_size=case.dcp_size,
+        dcp_comm_backend=case.dcp_backend,
+        cp_kv_cache_interleave_size=case.interleave,
+        shared_experts=case.shared_experts,
+        **low_latency,
+    )
 
 
 def model_config_of(case: Case) -> ModelConfig:
     """The model of a case: small, and as deep and as wide in experts as the case says; a DCP peer keeps two heads."""
     return ModelConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=32, moe_intermediate_size=16,
-        num_hidden_layers=case.dense_layers + case.moe_layers, num_attention_heads=2 * case.dcp_size, kv_lora_rank=16,
-        q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=case.experts,
-        n_shared_experts=1, num_experts_per_tok=case.top_k, max_position_embeddings=4096,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=case.dense_layers + case.moe_layers,
+        num_attention_heads=2 * case.dcp_size,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=case.experts,
+        n_shared_experts=1,
+        num_experts_per_tok=case.top_k,
+        max_position_embeddings=4096,
         first_k_dense_replace=case.dense_layers,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,17 @@ class GpuWorld:
     mode = "numeric"
 
     def __init__(
-        self, *, rank: int, size: int, device: torch.device, groups: Groups, board: Board | None,
+        self,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        groups: Groups,
+        board: Board | None,
         keep_trace: bool = True,
         shared: bool = False,
         vehicle: str = "thread",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device

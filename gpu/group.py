@@ -57,8 +57,15 @@ class DistGroup:
         index = self.world.next_index(self.name)
         recorder = self.world.trace
         recorder.end_visit(recorder.task)
-        attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-                 "ranks": self.size}  # fmt: skip
+        attrs = {
+            "group": self.name,
+            "index": index,
+            "op": op,
+            "shape": shape,
+            "dtype": dtype,
+            "tag": tag,
+            "ranks": self.size,
+        }
         recorder.on_line("collective", op, attrs)
         recorder.came(self.name, index, op)
         recorder.waits(board.COLLECTIVE, f"collective {op}", self.name, index)
@@ -79,9 +86,12 @@ class DistGroup:
         with self._exchanges.of_rows("all_to_all_single", input):
             # As bytes: gloo has no 16-bit types, and no backend looks at what it moves.
             dist.all_to_all_single(
-                rows_as_bytes(output), rows_as_bytes(input), list(output_split_sizes), list(input_split_sizes),
+                rows_as_bytes(output),
+                rows_as_bytes(input),
+                list(output_split_sizes),
+                list(input_split_sizes),
                 group=self.process_group,
-            )  # fmt: skip
+            )
 
 
 class Exchanges:

@@ -110,9 +110,10 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
         raise NotAvailable(refusal(rule, fix, **values))
     used = devices[:needed]
     limits = DeviceLimits(
-        num_sms=min(d.num_sms for d in used), num_devices=ranks,
+        num_sms=min(d.num_sms for d in used),
+        num_devices=ranks,
         memory_bytes=min(d.memory_bytes for d in used) // (ranks if share_device else 1),
-    )  # fmt: skip
+    )
     shared: tuple[str, ...] = ("symm_copy",) if _cuda_bindings().there else ()
     library = deep_ep_version()[0]
     shared += ("deepep_low_latency", "deepep_high_throughput") if library == "V1" else ()
@@ -188,16 +189,18 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
     if not devices:
         return backends | dict.fromkeys(("deepep_high_throughput", "deepep_v2"), no_device)
     backends["nccl"] = Answer(
-        there=two and libraries["nccl"].there, what=f"{len(devices)} devices, NCCL {libraries['nccl'].what}",
+        there=two and libraries["nccl"].there,
+        what=f"{len(devices)} devices, NCCL {libraries['nccl'].what}",
         fix="" if two else "NCCL refuses two ranks on one device: show a second one, or --device cpu",
-    )  # fmt: skip
+    )
     v1 = deep_ep.there and deep_ep.what.startswith("V1")
     shared = "" if two else ", ranks share the device (--share-device): for correctness, never for speed"
     for name in ("deepep_low_latency", "deepep_high_throughput"):
         backends[name] = Answer(
-            there=v1, what=f"DeepEP {deep_ep.what}{shared}" if v1 else deep_ep.what,
+            there=v1,
+            what=f"DeepEP {deep_ep.what}{shared}" if v1 else deep_ep.what,
             fix="" if v1 else f"install {DEEPEP_V1}",
-        )  # fmt: skip
+        )
     v2 = deep_ep.there and deep_ep.what.startswith("V2")
     right_nccl = nccl_version()[:3] == V2_NCCL
     needs = [f"install {DEEPEP_V2}"] * (not v2) + [f"load NCCL {'.'.join(map(str, V2_NCCL))} first"] * (not right_nccl)
@@ -223,9 +226,15 @@ def _devices() -> tuple[Device, ...]:
         properties = torch.cuda.get_device_properties(index)
         peers = tuple(p for p in range(count) if p != index and torch.cuda.can_device_access_peer(index, p))
         found.append(
-            Device(index=index, name=properties.name, num_sms=properties.multi_processor_count,
-                   memory_bytes=properties.total_memory, capability=(properties.major, properties.minor), peers=peers)
-        )  # fmt: skip
+            Device(
+                index=index,
+                name=properties.name,
+                num_sms=properties.multi_processor_count,
+                memory_bytes=properties.total_memory,
+                capability=(properties.major, properties.minor),
+                peers=peers,
+            )
+        )
     return tuple(found)
 
 
@@ -246,9 +255,10 @@ def _cuda(devices: tuple[Device, ...]) -> Answer:
     if devices:
         return Answer(there=True, what=f"{version}, {len(devices)} × {devices[0].name}")
     return Answer(
-        there=False, what=why or f"{version or 'torch without CUDA'}, no visible device",
+        there=False,
+        what=why or f"{version or 'torch without CUDA'}, no visible device",
         fix="install torch for CUDA and a driver, and set CUDA_VISIBLE_DEVICES",
-    )  # fmt: skip
+    )
 
 
 def _cuda_bindings() -> Answer:

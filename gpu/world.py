@@ -114,9 +114,16 @@ def launch(
         from gpu.launch.torchrun import launch_here
 
         return launch_here(
-            program, ranks=ranks, device=chosen, share_device=share_device, trace=trace, timeout_s=timeout_s,
-            stall_s=stall_s, slow_s=slow_s, vehicle=vehicle,
-        )  # fmt: skip
+            program,
+            ranks=ranks,
+            device=chosen,
+            share_device=share_device,
+            trace=trace,
+            timeout_s=timeout_s,
+            stall_s=stall_s,
+            slow_s=slow_s,
+            vehicle=vehicle,
+        )
     start_server()
     from gpu.launch.process import RankSpec
 
@@ -131,10 +138,19 @@ def launch(
         remove = atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
     try:
         specs = [
-            RankSpec(rank=rank, ranks=ranks, folder=folder, program=packed, device=chosen, share_device=share_device,
-                     trace=trace, vehicle=vehicle, timeout_s=timeout_s)
+            RankSpec(
+                rank=rank,
+                ranks=ranks,
+                folder=folder,
+                program=packed,
+                device=chosen,
+                share_device=share_device,
+                trace=trace,
+                vehicle=vehicle,
+                timeout_s=timeout_s,
+            )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         patience = (stall_s, SLOW * stall_s if slow_s is None else slow_s)
         ended = _run(specs, folder, timeout_s=timeout_s, patience=patience)
         return _collect(specs, folder, ended, chosen, begun_s)
@@ -207,8 +223,9 @@ def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[fl
                 started.join()
     return _Ended(
         codes=[-signal.SIGKILL if p.exitcode is None else p.exitcode for p in processes],
-        processes=[p.pid for p in (*processes, watchdog)], marks=[part.marks() for _, part in kept.parts()],
-    )  # fmt: skip
+        processes=[p.pid for p in (*processes, watchdog)],
+        marks=[part.marks() for _, part in kept.parts()],
+    )
 
 
 def _as_from(environment: dict[str, str], program: Callable[..., None], *args: Any) -> None:
@@ -283,13 +300,18 @@ def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s
     if report is not None and report["reason"] != "failed":
         _add_blocked(trace, report["waiters"])
     return Launched(
-        trace=trace, values=[found.value if found else None for found in left], errors=errors,
-        deadlocked=report is not None and report["reason"] != "failed", report=report, exit_codes=ended.codes,
+        trace=trace,
+        values=[found.value if found else None for found in left],
+        errors=errors,
+        deadlocked=report is not None and report["reason"] != "failed",
+        report=report,
+        exit_codes=ended.codes,
         processes=ended.processes,
         marks=[{name: t - begun_s for name, t in of_rank.items()} for of_rank in ended.marks],
         reported_s=None if report is None else report["reported_s"] - begun_s,
-        device=device, shared=specs[0].share_device and len(specs) > 1,
-    )  # fmt: skip
+        device=device,
+        shared=specs[0].share_device and len(specs) > 1,
+    )
 
 
 def _error(rank: int, found: Any, code: int, report: dict[str, Any] | None) -> BaseException | None:
@@ -310,7 +332,16 @@ def _add_blocked(trace: Trace, waiters: list[dict[str, Any]]) -> None:
     for at, waiter in enumerate(waiters):
         waits_for = {name: value for name, value in waiter.items() if name not in ("rank", "line")}
         trace.records.append(
-            Record(number + at, waiter["rank"], waiter["line"], "blocked", waiter["what"], step=waiter["step"],
-                   layer=waiter["layer"], ubatch=waiter["ubatch"], point=waiter["point"],
-                   attrs={"waits_for": waits_for})
-        )  # fmt: skip
+            Record(
+                number + at,
+                waiter["rank"],
+                waiter["line"],
+                "blocked",
+                waiter["what"],
+                step=waiter["step"],
+                layer=waiter["layer"],
+                ubatch=waiter["ubatch"],
+                point=waiter["point"],
+                attrs={"waits_for": waits_for},
+            )
+        )

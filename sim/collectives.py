@@ -84,10 +84,20 @@ class SimGroup:
         meeting = cluster.host_meetings.setdefault(key, HostMeeting())
         op, shape, dtype = signature
         record = world.engine.host_record(
-            task, "collective", op,
-            {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-             "ranks": self._ranks, "epoch": cluster.epoch},
-        )  # fmt: skip
+            task,
+            "collective",
+            op,
+            {
+                "group": self.name,
+                "index": index,
+                "op": op,
+                "shape": shape,
+                "dtype": dtype,
+                "tag": tag,
+                "ranks": self._ranks,
+                "epoch": cluster.epoch,
+            },
+        )
         meeting.values[self.rank] = value
         meeting.signatures[self.rank] = signature
         meeting.records[self.rank] = record
@@ -158,9 +168,17 @@ class SimGroup:
 
             def again() -> None:
                 self.exchange(
-                    op, signature=signature, value=value, reads=reads, writes=writes, duration_us=duration_us,
-                    connect=connect, src=src, rows=rows, sms=sms,
-                )  # fmt: skip
+                    op,
+                    signature=signature,
+                    value=value,
+                    reads=reads,
+                    writes=writes,
+                    duration_us=duration_us,
+                    connect=connect,
+                    src=src,
+                    rows=rows,
+                    sms=sms,
+                )
 
             world.capture.add(stream, again)
             return
@@ -169,8 +187,17 @@ class SimGroup:
         key = (cluster.epoch, self.name, index)
         shape, dtype = signature
         tag = list(world.task().tags)
-        attrs = {"group": self.name, "index": index, "op": op, "shape": shape, "dtype": dtype, "tag": tag,
-                 "ranks": self._ranks, "epoch": cluster.epoch, **(rows or {})}  # fmt: skip
+        attrs = {
+            "group": self.name,
+            "index": index,
+            "op": op,
+            "shape": shape,
+            "dtype": dtype,
+            "tag": tag,
+            "ranks": self._ranks,
+            "epoch": cluster.epoch,
+            **(rows or {}),
+        }
         if sms:
             attrs |= {"sms": sms, "holds_until_peers": True}
         occupied = sms or world.cost.collective_sms
@@ -192,10 +219,19 @@ class SimGroup:
 
         state: dict[str, Callable[[], None]] = {}
         stream.launch(
-            "exchange", op, duration_us=duration_us, reads=reads, writes=writes, run=begin,
-            finish=lambda: state["end"](), after=(meeting.meet,), src=src or world.source(),
-            attrs={"group": self.name, "index": index, "op": op}, frees_sms=occupied, reserves=sms > 0,
-        )  # fmt: skip
+            "exchange",
+            op,
+            duration_us=duration_us,
+            reads=reads,
+            writes=writes,
+            run=begin,
+            finish=lambda: state["end"](),
+            after=(meeting.meet,),
+            src=src or world.source(),
+            attrs={"group": self.name, "index": index, "op": op},
+            frees_sms=occupied,
+            reserves=sms > 0,
+        )
         if len(meeting.members) == self.size:
             if len(set(meeting.signatures.values())) == 1:
                 world.engine.release_hold(meeting.meet)

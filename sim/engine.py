@@ -33,9 +33,22 @@ class Node:
     """One piece of device work. It is done when it ran, or was dropped after a failed step."""
 
     __slots__ = (
-        "dependents", "done", "end_us", "finish", "members", "pending", "ready_us", "record", "run",
-        "takes_sms", "frees_sms", "waiters", "occupies", "vacates", "paced",
-    )  # fmt: skip
+        "dependents",
+        "done",
+        "end_us",
+        "finish",
+        "members",
+        "pending",
+        "ready_us",
+        "record",
+        "run",
+        "takes_sms",
+        "frees_sms",
+        "waiters",
+        "occupies",
+        "vacates",
+        "paced",
+    )
 
     def __init__(self, record: Record, pending: int, ready_us: float) -> None:
         self.record = record
@@ -81,9 +94,23 @@ class Engine:
             return -1
         step, layer, ubatch, point = task.tags
         record = Record(
-            self.new_id(), task.rank, task.line, kind, name, task.now_us, 0.0, step, layer, ubatch, point,
-            _in_order(task.edges), (), (), "", attrs or {},
-        )  # fmt: skip
+            self.new_id(),
+            task.rank,
+            task.line,
+            kind,
+            name,
+            task.now_us,
+            0.0,
+            step,
+            layer,
+            ubatch,
+            point,
+            _in_order(task.edges),
+            (),
+            (),
+            "",
+            attrs or {},
+        )
         task.edges = []
         self.trace.records.append(record)
         task.last_record = record.id
@@ -142,9 +169,23 @@ class Engine:
             edges.extend(issued_by.edges)
         step, layer, ubatch, point = tags
         record = Record(
-            self.new_id(), rank, line, kind, name, 0.0, duration_us, step, layer, ubatch, point,
-            _in_order(edges), reads, writes, src, attrs if attrs is not None else {},
-        )  # fmt: skip
+            self.new_id(),
+            rank,
+            line,
+            kind,
+            name,
+            0.0,
+            duration_us,
+            step,
+            layer,
+            ubatch,
+            point,
+            _in_order(edges),
+            reads,
+            writes,
+            src,
+            attrs if attrs is not None else {},
+        )
         node = Node(record, 0, ready_us)
         node.run = run
         node.finish = finish

@@ -50,10 +50,20 @@ class SimStream:
 
             def again() -> Node:
                 return self.launch(
-                    kind, name, duration_us=duration_us, reads=reads, writes=writes, run=run, finish=finish,
-                    after=after, src=src, attrs=dict(attrs or {}), takes_sms=takes_sms, frees_sms=frees_sms,
+                    kind,
+                    name,
+                    duration_us=duration_us,
+                    reads=reads,
+                    writes=writes,
+                    run=run,
+                    finish=finish,
+                    after=after,
+                    src=src,
+                    attrs=dict(attrs or {}),
+                    takes_sms=takes_sms,
+                    frees_sms=frees_sms,
                     reserves=reserves,
-                )  # fmt: skip
+                )
 
             world.capture.add(self, again)
             return CAPTURED

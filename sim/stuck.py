@@ -54,9 +54,18 @@ def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Nod
     step, layer, ubatch, point = task.tags
     answer |= {"step": step, "layer": layer, "ubatch": ubatch, "point": point}
     return Record(
-        cluster.engine.new_id(), task.rank, task.line, "blocked", str(answer["what"]), t_us=task.now_us, step=step,
-        layer=layer, ubatch=ubatch, point=point, attrs={"waits_for": answer},
-    )  # fmt: skip
+        cluster.engine.new_id(),
+        task.rank,
+        task.line,
+        "blocked",
+        str(answer["what"]),
+        t_us=task.now_us,
+        step=step,
+        layer=layer,
+        ubatch=ubatch,
+        point=point,
+        attrs={"waits_for": answer},
+    )
 
 
 def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], stuck: list[Task]) -> Record:
@@ -85,12 +94,26 @@ def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], s
     else:
         blockers = [n.record for n in cluster.engine.unfinished() if n.record.id in record.after]
         answer["needs"] = sorted({(r.rank, r.line) for r in blockers} - {line})
-    answer |= {"step": record.step, "layer": record.layer, "ubatch": record.ubatch, "point": record.point,
-               "src": record.src}  # fmt: skip
+    answer |= {
+        "step": record.step,
+        "layer": record.layer,
+        "ubatch": record.ubatch,
+        "point": record.point,
+        "src": record.src,
+    }
     return Record(
-        cluster.engine.new_id(), line[0], line[1], "blocked", record.name, step=record.step, layer=record.layer,
-        ubatch=record.ubatch, point=record.point, src=record.src, attrs={"waits_for": answer, **extra},
-    )  # fmt: skip
+        cluster.engine.new_id(),
+        line[0],
+        line[1],
+        "blocked",
+        record.name,
+        step=record.step,
+        layer=record.layer,
+        ubatch=record.ubatch,
+        point=record.point,
+        src=record.src,
+        attrs={"waits_for": answer, **extra},
+    )
 
 
 def _unfinished_meet(cluster: Cluster, after: tuple[int, ...]) -> Node | None:

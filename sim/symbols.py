@@ -27,9 +27,16 @@ class Symbol:
     __slots__ = ("buffer", "dtype", "itemsize", "nbytes", "notes", "offset", "shape", "world")
 
     def __init__(
-        self, world: SimWorld, shape: Sequence[int], *, itemsize: int = 4, buffer: int | None = None, offset: int = 0,
-        name: str = "", dtype: str = "float32",
-    ) -> None:  # fmt: skip
+        self,
+        world: SimWorld,
+        shape: Sequence[int],
+        *,
+        itemsize: int = 4,
+        buffer: int | None = None,
+        offset: int = 0,
+        name: str = "",
+        dtype: str = "float32",
+    ) -> None:
         self.world = world
         self.shape = tuple(map(int, shape))
         self.itemsize = itemsize
@@ -47,9 +54,13 @@ class Symbol:
         """A view of rows [start, stop)."""
         row = prod(self.shape[1:]) * self.itemsize
         view = Symbol(
-            self.world, (stop - start, *self.shape[1:]), itemsize=self.itemsize, buffer=self.buffer,
-            offset=self.offset + start * row, dtype=self.dtype,
-        )  # fmt: skip
+            self.world,
+            (stop - start, *self.shape[1:]),
+            itemsize=self.itemsize,
+            buffer=self.buffer,
+            offset=self.offset + start * row,
+            dtype=self.dtype,
+        )
         view.notes = self.notes
         return view
 

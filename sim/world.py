@@ -92,9 +92,15 @@ class Cluster:
     def open_meet(self, group: str, index: int) -> Node:
         """A node that ends when all members have come; it starts held."""
         node = self.engine.node(
-            rank=-1, line=group, kind="meet", name=f"{group}#{index}", tags=(-1, -1, -1, ""), after=(),
-            attrs={"group": group, "index": index}, held=True,
-        )  # fmt: skip
+            rank=-1,
+            line=group,
+            kind="meet",
+            name=f"{group}#{index}",
+            tags=(-1, -1, -1, ""),
+            after=(),
+            attrs={"group": group, "index": index},
+            held=True,
+        )
         node.members = {}
         return node
 
@@ -108,8 +114,16 @@ class Cluster:
         """The record of a host-level meeting that is complete."""
         from dbo.trace import Record
 
-        record = Record(self.engine.new_id(), -1, group, "meet", f"{group}#{index}", t_us=at_us, after=tuple(after),
-                        attrs={"group": group, "index": index})  # fmt: skip
+        record = Record(
+            self.engine.new_id(),
+            -1,
+            group,
+            "meet",
+            f"{group}#{index}",
+            t_us=at_us,
+            after=tuple(after),
+            attrs={"group": group, "index": index},
+        )
         self.trace.records.append(record)
         return record.id
 
@@ -418,6 +432,10 @@ def launch(
             cluster.scheduler.run()
     errors = [None if isinstance(t.error, TaskKilled) else t.error for t in tasks]
     return Launched(
-        trace=cluster.trace, values=values, errors=errors, deadlocked=cluster.deadlocked,
-        switches=cluster.scheduler.switches, device_operations=cluster.engine.executed,
-    )  # fmt: skip
+        trace=cluster.trace,
+        values=values,
+        errors=errors,
+        deadlocked=cluster.deadlocked,
+        switches=cluster.scheduler.switches,
+        device_operations=cluster.engine.executed,
+    )

@@ -119,10 +119,17 @@ def options(args: argparse.Namespace, *, devices: int) -> DCPBench:
         raise UsageError(refusal(rule, "choose --heads that they divide", heads=heads, ranks=args.ranks))
     link = args.link_gbs if args.link_gbs is not None else (0.0 if small else LINK_GBS)
     return DCPBench(
-        device=device, ranks=args.ranks, rows=tuple(args.rows), heads=heads,
-        head_dim=args.head_dim or (GLOO_DIM if small else DEVICE_DIM), dtype=args.dtype, repeat=args.repeat,
-        inner=1 if small else 10, link_gbs=link, seed=args.seed,
-    )  # fmt: skip
+        device=device,
+        ranks=args.ranks,
+        rows=tuple(args.rows),
+        heads=heads,
+        head_dim=args.head_dim or (GLOO_DIM if small else DEVICE_DIM),
+        dtype=args.dtype,
+        repeat=args.repeat,
+        inner=1 if small else 10,
+        link_gbs=link,
+        seed=args.seed,
+    )
 
 
 def run(args: argparse.Namespace, stage: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:

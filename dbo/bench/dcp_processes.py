@@ -115,9 +115,12 @@ def _main(bench: DCPBench, rank: int, store: str, answers: Any) -> None:
     else:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo" if device == "cpu" else "nccl", init_method=f"file://{store}", rank=rank, world_size=bench.ranks,
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=bench.ranks,
         timeout=timedelta(seconds=TIMEOUT_S / 2),
-    )  # fmt: skip
+    )
     try:
         rows = list(_rows(bench, Group(), device))
         if rank == 0:

@@ -48,20 +48,36 @@ class LayerJob:
     def model_config(self) -> ModelConfig:
         """DeepSeek-V3's widths where they matter for order, one expert a rank."""
         return ModelConfig(
-            vocab_size=32, hidden_size=7168, intermediate_size=64, moe_intermediate_size=64,
-            num_hidden_layers=self.layers, num_attention_heads=4, kv_lora_rank=16, q_lora_rank=None,
-            qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=self.ranks, n_shared_experts=1,
-            num_experts_per_tok=min(8, self.ranks), max_position_embeddings=512, first_k_dense_replace=0,
-        )  # fmt: skip
+            vocab_size=32,
+            hidden_size=7168,
+            intermediate_size=64,
+            moe_intermediate_size=64,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=None,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=self.ranks,
+            n_shared_experts=1,
+            num_experts_per_tok=min(8, self.ranks),
+            max_position_embeddings=512,
+            first_k_dense_replace=0,
+        )
 
     @cached_property
     def config(self) -> DBOConfig:
         """DP over all ranks."""
         return DBOConfig(
-            data_parallel_size=self.ranks, enable_expert_parallel=True, enable_dbo=True,
-            num_ubatches=self.num_ubatches, all2all_backend=self.backend, max_num_batched_tokens=64,
+            data_parallel_size=self.ranks,
+            enable_expert_parallel=True,
+            enable_dbo=True,
+            num_ubatches=self.num_ubatches,
+            all2all_backend=self.backend,
+            max_num_batched_tokens=64,
             block_size=_BLOCK_TOKENS,
-        )  # fmt: skip
+        )
 
     @cached_property
     def plan(self) -> BatchPlan:
@@ -95,10 +111,16 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
         world.in_ubatch(-1, step=0)
         world.trace.host("step.begin", tokens=job.tokens, requests=job.tokens)
         context = ForwardContext(
-            attn_metadata=None, kv_caches=_caches(world, job), num_tokens=job.tokens, num_real_tokens=job.tokens,
-            ubatch_slices=job.slices, ubatch_metadata=job.parts, step=0, player=SerialPlayer(world),
+            attn_metadata=None,
+            kv_caches=_caches(world, job),
+            num_tokens=job.tokens,
+            num_real_tokens=job.tokens,
+            ubatch_slices=job.slices,
+            ubatch_metadata=job.parts,
+            step=0,
+            player=SerialPlayer(world),
             num_tokens_across_ranks=[job.tokens] * job.ranks,
-        )  # fmt: skip
+        )
         upload = world.tensors.from_numpy
         with override_forward_context(context):
             hidden = wrapper(
@@ -108,9 +130,13 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
         world.tensors.to_host(world.tensors.rows(hidden, 0, 1), "sample")
         world.in_ubatch(-1, step=0)
         world.trace.host(
-            "step.end", status="ok", error="", rows=job.tokens, expected_rows=job.tokens,
+            "step.end",
+            status="ok",
+            error="",
+            rows=job.tokens,
+            expected_rows=job.tokens,
             live_threads=wrapper.live_threads,
-        )  # fmt: skip
+        )
 
     return program
 

@@ -144,14 +144,24 @@ def options(args: argparse.Namespace, *, devices: int) -> MoEBench:
         rule = "routed experts are spread evenly over the ranks"
         raise UsageError(refusal(rule, "choose --ranks that divide them", shapes=uneven, ranks=args.ranks))
     bench = MoEBench(
-        device=device, ranks=args.ranks, shapes=tuple(dict.fromkeys(shapes)),
+        device=device,
+        ranks=args.ranks,
+        shapes=tuple(dict.fromkeys(shapes)),
         tokens=tuple(args.tokens or ((32, 8) if small else (8192, 4096))),
-        backends=tuple(dict.fromkeys(args.backend or facts.BACKENDS)), comm_sms=tuple(dict.fromkeys(args.comm_sms)),
-        schedules=tuple(args.schedule), modes=tuple(dict.fromkeys(modes)), layers=args.layers,
-        steady=not args.no_steady, prompt_tokens=args.prompt_tokens or (16 if small else 2048),
-        context_tokens=args.context_tokens or (24 if small else 1024), repeat=args.repeat, vehicle=args.vehicle,
-        budget_s=args.budget, save=args.save, seed=args.seed,
-    )  # fmt: skip
+        backends=tuple(dict.fromkeys(args.backend or facts.BACKENDS)),
+        comm_sms=tuple(dict.fromkeys(args.comm_sms)),
+        schedules=tuple(args.schedule),
+        modes=tuple(dict.fromkeys(modes)),
+        layers=args.layers,
+        steady=not args.no_steady,
+        prompt_tokens=args.prompt_tokens or (16 if small else 2048),
+        context_tokens=args.context_tokens or (24 if small else 1024),
+        repeat=args.repeat,
+        vehicle=args.vehicle,
+        budget_s=args.budget,
+        save=args.save,
+        seed=args.seed,
+    )
     if not any(bench.schedules_for(backend) for backend in bench.backends):
         rule = "a schedule suits one of the backends"
         raise UsageError(refusal(rule, "choose another --schedule", schedules=bench.schedules, backends=bench.backends))

@@ -206,19 +206,43 @@ def verdicts(rows: Sequence[MoERow], host_ratio: float | None = None) -> list[Ve
     steady = {b: row.beside_compute for b, row in wide.items()}
     gains = {b: gain_over_best(row, rows) for b, row in (wide | lite).items()}
     return [
-        _all(f"DBO realises >= {LEAST_REALISED:.0%} of the ideal gain, comm/compute {SWEEP[0]} to {SWEEP[1]}",
-             {b: row.realised for b, row in sweep.items()}, LEAST_REALISED, "{:.0%}"),
-        _all(f"the best run without DBO is within {MOST_SERIAL - 1:.0%} of its compute + comm",
-             {b: row.serial_overhead for b, row in without.items()}, MOST_SERIAL, "{:.3f}", at_most=True),
-        _any(f"gain >= {LEAST_GAIN} over the best run without DBO on any backend, for one shape",
-             {b: gains[b] for b in wide}, LEAST_GAIN),
-        _all(f">= {LEAST_STEADY:.0%} of communication runs beside compute in steady layers",
-             {b: share for b, share in steady.items() if share is not None}, LEAST_STEADY, "{:.0%}"),
-        _all(f"DeepSeek-V2-Lite's shape gains >= {LEAST_LITE} over the best run without DBO",
-             {b: gains[b] for b in lite}, LEAST_LITE, "{:.3f}"),
-        _all(f"a step's hand-overs cost the host >= {LEAST_HOST:g} times less than events and new threads",
-             {} if host_ratio is None else {("host", 0, ""): host_ratio}, LEAST_HOST, "{:.1f}"),
-    ]  # fmt: skip
+        _all(
+            f"DBO realises >= {LEAST_REALISED:.0%} of the ideal gain, comm/compute {SWEEP[0]} to {SWEEP[1]}",
+            {b: row.realised for b, row in sweep.items()},
+            LEAST_REALISED,
+            "{:.0%}",
+        ),
+        _all(
+            f"the best run without DBO is within {MOST_SERIAL - 1:.0%} of its compute + comm",
+            {b: row.serial_overhead for b, row in without.items()},
+            MOST_SERIAL,
+            "{:.3f}",
+            at_most=True,
+        ),
+        _any(
+            f"gain >= {LEAST_GAIN} over the best run without DBO on any backend, for one shape",
+            {b: gains[b] for b in wide},
+            LEAST_GAIN,
+        ),
+        _all(
+            f">= {LEAST_STEADY:.0%} of communication runs beside compute in steady layers",
+            {b: share for b, share in steady.items() if share is not None},
+            LEAST_STEADY,
+            "{:.0%}",
+        ),
+        _all(
+            f"DeepSeek-V2-Lite's shape gains >= {LEAST_LITE} over the best run without DBO",
+            {b: gains[b] for b in lite},
+            LEAST_LITE,
+            "{:.3f}",
+        ),
+        _all(
+            f"a step's hand-overs cost the host >= {LEAST_HOST:g} times less than events and new threads",
+            {} if host_ratio is None else {("host", 0, ""): host_ratio},
+            LEAST_HOST,
+            "{:.1f}",
+        ),
+    ]
 
 
 def _all(target: str, found: Mapping[Batch, float], bound: float, form: str, *, at_most: bool = False) -> Verdict:

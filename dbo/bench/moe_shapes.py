@@ -32,12 +32,23 @@ class MoEShape:
     def config(self, layers: int) -> ModelConfig:
         """A model of so many of these layers."""
         return ModelConfig(
-            vocab_size=1, hidden_size=self.hidden, intermediate_size=self.shared, moe_intermediate_size=self.width,
-            num_hidden_layers=layers, num_attention_heads=self.heads, kv_lora_rank=self.latent, q_lora_rank=None,
-            qk_nope_head_dim=self.nope, qk_rope_head_dim=self.rope, v_head_dim=self.nope,
-            n_routed_experts=self.experts, n_shared_experts=self.shared // self.width, num_experts_per_tok=self.top_k,
-            max_position_embeddings=163840, dtype="bfloat16",
-        )  # fmt: skip
+            vocab_size=1,
+            hidden_size=self.hidden,
+            intermediate_size=self.shared,
+            moe_intermediate_size=self.width,
+            num_hidden_layers=layers,
+            num_attention_heads=self.heads,
+            kv_lora_rank=self.latent,
+            q_lora_rank=None,
+            qk_nope_head_dim=self.nope,
+            qk_rope_head_dim=self.rope,
+            v_head_dim=self.nope,
+            n_routed_experts=self.experts,
+            n_shared_experts=self.shared // self.width,
+            num_experts_per_tok=self.top_k,
+            max_position_embeddings=163840,
+            dtype="bfloat16",
+        )
 
 
 _WIDE = MoEShape(hidden=7168, top_k=8, width=512)

@@ -21,9 +21,27 @@ from dbo.bench.moe_figures import (
 )
 
 HEAD = (
-    "backend", "SMs", "schedule", "error", "no DBO", "DBO", "compute", "halves", "comm", "comm halves", "comm/compute",
-    "no DBO/(c+c)", "ideal gain", "own gain", "realised", "hidden", "steady", "beside", "over best", "note",
-)  # fmt: skip
+    "backend",
+    "SMs",
+    "schedule",
+    "error",
+    "no DBO",
+    "DBO",
+    "compute",
+    "halves",
+    "comm",
+    "comm halves",
+    "comm/compute",
+    "no DBO/(c+c)",
+    "ideal gain",
+    "own gain",
+    "realised",
+    "hidden",
+    "steady",
+    "beside",
+    "over best",
+    "note",
+)
 UNITS = (
     "ms a layer, median of the slower rank and half its range; compute, halves: exchange replaced by a recording; "
     "beside: of the time in which bytes are under way in steady layers, what kernels run beside; "
@@ -87,12 +105,21 @@ def _cells(row: MoERow, known: Sequence[MoERow]) -> tuple[str, ...]:
         return (*shown, *["-"] * (len(HEAD) - len(shown) - 1), row.note)
     steady = row.steady_hidden
     return (
-        *shown, _spread(row, NO_DBO), _spread(row, DBO),
+        *shown,
+        _spread(row, NO_DBO),
+        _spread(row, DBO),
         *(f"{row.ms(name) / row.layers:.3f}" for name in (COMPUTE, HALVES, COMM, COMM_HALVES)),
-        f"{row.ratio:.2f}", f"{row.serial_overhead:.3f}", f"{row.ideal_gain:.3f}", f"{row.own_gain:.3f}",
-        f"{row.realised:.0%}", f"{row.hidden:.0%}", "-" if steady is None else f"{steady:.0%}",
-        "-" if row.beside_compute is None else f"{row.beside_compute:.0%}", f"{gain_over_best(row, known):.3f}", row.note,
-    )  # fmt: skip
+        f"{row.ratio:.2f}",
+        f"{row.serial_overhead:.3f}",
+        f"{row.ideal_gain:.3f}",
+        f"{row.own_gain:.3f}",
+        f"{row.realised:.0%}",
+        f"{row.hidden:.0%}",
+        "-" if steady is None else f"{steady:.0%}",
+        "-" if row.beside_compute is None else f"{row.beside_compute:.0%}",
+        f"{gain_over_best(row, known):.3f}",
+        row.note,
+    )
 
 
 def _spread(row: MoERow, variant: str) -> str:

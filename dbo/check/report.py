@@ -50,12 +50,18 @@ class Report:
             "choices": len(self.choices),
             "violations": [
                 {
-                    "id": v.id, "sentence": v.sentence, "rank": v.rank, "ubatch": v.ubatch, "step": v.step,
-                    "records": list(v.records), "replay": v.replay, "handled": v.handled,
+                    "id": v.id,
+                    "sentence": v.sentence,
+                    "rank": v.rank,
+                    "ubatch": v.ubatch,
+                    "step": v.step,
+                    "records": list(v.records),
+                    "replay": v.replay,
+                    "handled": v.handled,
                 }
                 for v in self.violations
             ],
-        }  # fmt: skip
+        }
 
 
 def judge(

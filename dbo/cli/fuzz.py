@@ -37,9 +37,13 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
         else:
             cases, seconds = args.budget
             result = fuzzer.many_cases(
-                cases=cases, seconds=seconds, seed=args.seed, mode=args.mode, faults=args.faults.split(","),
+                cases=cases,
+                seconds=seconds,
+                seed=args.seed,
+                mode=args.mode,
+                faults=args.faults.split(","),
                 told=reached.stage,
-            )  # fmt: skip
+            )
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "hypothesis"):
             raise

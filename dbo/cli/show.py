@@ -25,9 +25,12 @@ HELP = "show a trace in text, as Chrome JSON or as a picture"
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "trace", type=Path, nargs="+", metavar="TRACE",
+        "trace",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
         help="a file that `dbo check --trace` wrote, or the profiles of torch.profiler, one a rank",
-    )  # fmt: skip
+    )
     parser.add_argument("--rank", type=integer(0), default=0, metavar="R", help="whose lines (default 0)")
     parser.add_argument("--step", type=integer(0), metavar="S", help="of this engine step (default: a steady one)")
     parser.add_argument("--layer", type=integer(0), metavar="L", help="this layer (default: a steady one)")
@@ -121,7 +124,13 @@ def _data(shown: Window) -> dict[str, Any]:
         ]
 
     return {
-        "rank": shown.rank, "step": shown.step, "layer": shown.layer, "start_us": shown.start_us,
-        "end_us": shown.end_us, "hidden_share": shown.hidden_share, "comp": plain(shown.comp),
-        "comm": [plain(row) for row in shown.comm], "exposed_us": [list(stretch) for stretch in shown.exposed],
-    }  # fmt: skip
+        "rank": shown.rank,
+        "step": shown.step,
+        "layer": shown.layer,
+        "start_us": shown.start_us,
+        "end_us": shown.end_us,
+        "hidden_share": shown.hidden_share,
+        "comp": plain(shown.comp),
+        "comm": [plain(row) for row in shown.comm],
+        "exposed_us": [list(stretch) for stretch in shown.exposed],
+    }

@@ -72,9 +72,14 @@ class TorchContextParallel:
             return self.direct.reduce(out_THD, lse_TH, seq_lens, query_start_loc, ubatch=ubatch)
         if self._backend == "a2a":
             merged = dcp_a2a_lse_reduce(
-                out_THD, lse_TH, self.group, **mask, workspace=self.workspace, slot=Slot(ubatch, LANE),
+                out_THD,
+                lse_TH,
+                self.group,
+                **mask,
+                workspace=self.workspace,
+                slot=Slot(ubatch, LANE),
                 kernels=self._kernels,
-            )  # fmt: skip
+            )
         else:
             merged = ag_rs(out_THD, lse_TH, self.group, **mask)
         assert isinstance(merged, torch.Tensor)

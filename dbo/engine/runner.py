@@ -115,9 +115,13 @@ class GPUModelRunner:
             return self._failed(step, error)
         self.world.in_ubatch(-1, step=step)
         self.world.trace.host(
-            "step.end", status="idle" if batch.is_idle else "ok", error="", rows=len(outcome.tokens),
-            expected_rows=len(batch.sampled), live_threads=self.wrapper.live_threads,
-        )  # fmt: skip
+            "step.end",
+            status="idle" if batch.is_idle else "ok",
+            error="",
+            rows=len(outcome.tokens),
+            expected_rows=len(batch.sampled),
+            live_threads=self.wrapper.live_threads,
+        )
         return outcome
 
     def _failed(self, step: int, error: BaseException) -> StepOutcome:
@@ -126,9 +130,13 @@ class GPUModelRunner:
         if first is error:  # the ring has not recorded it
             self.world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
         self.world.trace.host(
-            "step.end", status="error", error=type(first).__name__, rows=0, expected_rows=0,
+            "step.end",
+            status="error",
+            error=type(first).__name__,
+            rows=0,
+            expected_rows=0,
             live_threads=self.wrapper.live_threads,
-        )  # fmt: skip
+        )
         self.world.fail(error)
         if not isinstance(first, Exception):  # Ctrl-C and the like end the run, not the step
             raise first
@@ -175,9 +183,12 @@ class GPUModelRunner:
         if decision.cudagraph_mode != "FULL":
             return build_batch(batch, num_tokens_padded=rows, dcp_layout=self._dcp_layout)
         return build_batch(
-            batch, num_tokens_padded=rows, num_reqs_padded=rows // decision.uniform_query_len,
-            block_table_width=self._table_width, dcp_layout=self._dcp_layout,
-        )  # fmt: skip
+            batch,
+            num_tokens_padded=rows,
+            num_reqs_padded=rows // decision.uniform_query_len,
+            block_table_width=self._table_width,
+            dcp_layout=self._dcp_layout,
+        )
 
     def _forward_context(
         self, step: int, query_lens: Sequence[int], decision: Decision, inputs: ModelInputs
@@ -208,9 +219,12 @@ class GPUModelRunner:
         if decision.cudagraph_mode == "FULL":
             query_len = decision.uniform_query_len
             context.graph_key = graph_key(
-                self.config, self.wrapper.schedule.name, num_tokens=[p.num_tokens_padded for p in parts],
-                num_reqs=[p.num_reqs for p in parts], query_len=query_len,
-            )  # fmt: skip
+                self.config,
+                self.wrapper.schedule.name,
+                num_tokens=[p.num_tokens_padded for p in parts],
+                num_reqs=[p.num_reqs for p in parts],
+                query_len=query_len,
+            )
             size, peer = self._dcp_size, self.world.rank % self._dcp_size
             context.real_tokens = [
                 real_rows_of_peer(p.num_actual_tokens, p.num_tokens_padded, size, peer) for p in parts
@@ -278,9 +292,15 @@ class GPUModelRunner:
         ubatches = self.config.num_ubatches if split else 1
         points = (self.config.split_points or default_split_points(tokens, ubatches)) if split else ()
         decision = Decision(
-            split=split, num_tokens_padded=(tokens,) * self.world.size, cudagraph_mode="FULL", split_points=points,
-            num_ubatches=ubatches, all_idle=False, uniform_query_len=1, reason="",
-        )  # fmt: skip
+            split=split,
+            num_tokens_padded=(tokens,) * self.world.size,
+            cudagraph_mode="FULL",
+            split_points=points,
+            num_ubatches=ubatches,
+            all_idle=False,
+            uniform_query_len=1,
+            reason="",
+        )
         inputs = dummy_batch(
             num_reqs=tokens, query_len=1, block_table_width=self._table_width, dcp_layout=self._dcp_layout
         )

@@ -18,8 +18,15 @@ from dbo.trace import Record, Trace
 _HOST_US = 0.1
 """How wide a host record without a duration is drawn."""
 
-_ARROWS = {"resume": "baton", "ubatch.enter": "baton", "wait": "event", "exchange": "collective", "recv": "collective",
-           "collective": "collective", "host.wait": "host wait"}  # fmt: skip
+_ARROWS = {
+    "resume": "baton",
+    "ubatch.enter": "baton",
+    "wait": "event",
+    "exchange": "collective",
+    "recv": "collective",
+    "collective": "collective",
+    "host.wait": "host wait",
+}
 
 _LINE_ORDER = {"main": 0, "compute": 100, "comm": 101, "net": 102}
 
@@ -134,10 +141,15 @@ def _slice(record: Record, thread: int) -> _Event:
         args["src"] = record.src
     small = {name: value for name, value in record.attrs.items() if isinstance(value, (str, int, float, bool))}
     return {
-        "ph": "X", "name": _title(record), "cat": record.kind, "pid": record.rank, "tid": thread,
-        "ts": round(record.t_us, 4), "dur": round(record.dur_us or (0.0 if record.on_device else _HOST_US), 4),
+        "ph": "X",
+        "name": _title(record),
+        "cat": record.kind,
+        "pid": record.rank,
+        "tid": thread,
+        "ts": round(record.t_us, 4),
+        "dur": round(record.dur_us or (0.0 if record.on_device else _HOST_US), 4),
         "args": {**small, **args},
-    }  # fmt: skip
+    }
 
 
 def _title(record: Record) -> str:

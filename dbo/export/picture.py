@@ -46,9 +46,7 @@ def write_picture(window: Window, path: str | Path, *, title: str = "") -> Path:
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     ubatches = sorted({bar.ubatch for _, bars in rows for bar in bars})
-    patches = [
-        Patch(facecolor=_colour(u), label=f"ubatch {u}" if u >= 0 else "whole batch") for u in ubatches
-    ]  # fmt: skip
+    patches = [Patch(facecolor=_colour(u), label=f"ubatch {u}" if u >= 0 else "whole batch") for u in ubatches]
     patches.append(Patch(facecolor="white", edgecolor="#888888", hatch="///", label="another layer"))
     if window.exposed:
         patches.append(Patch(facecolor="#d62728", alpha=0.12, label="exposed: nothing computes"))
@@ -68,9 +66,15 @@ def _draw_row(axes: Any, bars: Sequence[Bar], height: int, window: Window) -> No
         start, width = bar.start_us - window.start_us, bar.end_us - bar.start_us
         other = bar.layer != window.layer
         axes.broken_barh(
-            [(start, width)], (height - _BAR / 2, _BAR), facecolor=_colour(bar.ubatch), alpha=0.45 if other else 1.0,
-            edgecolor="white", linewidth=1, hatch="///" if other else None, zorder=2,
-        )  # fmt: skip
+            [(start, width)],
+            (height - _BAR / 2, _BAR),
+            facecolor=_colour(bar.ubatch),
+            alpha=0.45 if other else 1.0,
+            edgecolor="white",
+            linewidth=1,
+            hatch="///" if other else None,
+            zorder=2,
+        )
         if not bar.label:
             continue
         if width > scale * len(bar.label):

@@ -128,9 +128,12 @@ def read_profile(paths: Sequence[str | Path]) -> Trace:
         record.after = tuple(id for id in record.after if id in done)
         done.add(record.id)
     meta = {
-        "world": "profile", "ranks": len(files), "mode": "numeric", "complete": True,
+        "world": "profile",
+        "ranks": len(files),
+        "mode": "numeric",
+        "complete": True,
         "device": "cuda" if any(file.on_device for file in files) else "cpu",
-    }  # fmt: skip
+    }
     return Trace(meta=meta, records=records)
 
 
@@ -152,10 +155,19 @@ class _Item:
     def record(self, begun_us: float) -> Record:
         place = self.place or Place(rank=self.rank, ubatch=-1, point="")
         return Record(
-            self.id, self.rank, self.line, self.kind, self.name, t_us=self.t_us - begun_us, dur_us=self.dur_us,
-            step=place.step, layer=place.layer, ubatch=place.ubatch, point=place.point,
+            self.id,
+            self.rank,
+            self.line,
+            self.kind,
+            self.name,
+            t_us=self.t_us - begun_us,
+            dur_us=self.dur_us,
+            step=place.step,
+            layer=place.layer,
+            ubatch=place.ubatch,
+            point=place.point,
             after=tuple(sorted({item.id for item in self.after})),
-        )  # fmt: skip
+        )
 
 
 class _Thread:
@@ -231,9 +243,15 @@ class _File:
     ) -> _Item:
         t_us = self._time(event)
         item = _Item(
-            rank=self.rank, line=line, kind=kind, name=name, t_us=t_us, dur_us=float(event.get("dur", 0.0)),
-            issued_us=t_us if issued_us is None else issued_us, place=place,
-        )  # fmt: skip
+            rank=self.rank,
+            line=line,
+            kind=kind,
+            name=name,
+            t_us=t_us,
+            dur_us=float(event.get("dur", 0.0)),
+            issued_us=t_us if issued_us is None else issued_us,
+            place=place,
+        )
         self.items.append(item)
         return item
 
@@ -257,9 +275,13 @@ class _File:
             around, launch = ranges[id(event)], launches.get(_arg(event, "correlation"))
             name = str(event["name"])
             item = self._add(
-                event, line=lines[_stream(event)], kind="exchange" if moves_bytes(name) else "op", name=name,
-                place=around.place if around else None, issued_us=None if launch is None else self._time(launch),
-            )  # fmt: skip
+                event,
+                line=lines[_stream(event)],
+                kind="exchange" if moves_bytes(name) else "op",
+                name=name,
+                place=around.place if around else None,
+                issued_us=None if launch is None else self._time(launch),
+            )
             if around is not None:
                 item.after.append(around)
             by_stream[_arg(event, "stream")].append(item)
@@ -298,9 +320,12 @@ class _File:
             between = moves_bytes(name)
             beside = between or (around.place is not None and around.place.point in _EXCHANGES)
             item = self._add(
-                event, line="comm" if beside else "compute", kind="exchange" if between else "op", name=name,
+                event,
+                line="comm" if beside else "compute",
+                kind="exchange" if between else "op",
+                name=name,
                 place=around.place,
-            )  # fmt: skip
+            )
             item.after.append(around)
 
 
@@ -316,7 +341,7 @@ def _lines_of_streams(work: Iterable[Event], places: dict[int, Place | None]) ->
     main = max(computes, key=lambda stream: computes[stream], default=None)
     return {
         stream: "compute" if stream == main else ("comm" if exchanges[stream] > 0 else "side") for stream in computes
-    }  # fmt: skip
+    }
 
 
 def _stream(event: Event) -> tuple[Any, Any]:

@@ -75,9 +75,15 @@ def window(trace: Trace, *, rank: int = 0, step: int | None = None, layer: int |
     # As in `dbo.check.overlap`: the halves of an exchange that run on the compute stream hide nothing.
     busy = _union(_bars([r for r in seen if r.line == "compute" and r.kind == "op"], start_us, end_us))
     return Window(
-        rank=rank, step=step, layer=layer, start_us=start_us, end_us=end_us, comp=tuple(comp), comm=_rows(comm),
+        rank=rank,
+        step=step,
+        layer=layer,
+        start_us=start_us,
+        end_us=end_us,
+        comp=tuple(comp),
+        comm=_rows(comm),
         exposed=tuple(_without(_union(comm), busy)),
-    )  # fmt: skip
+    )
 
 
 def _choose(trace: Trace, rank: int, step: int | None, layer: int | None) -> tuple[int, int]:
@@ -88,9 +94,10 @@ def _choose(trace: Trace, rank: int, step: int | None, layer: int | None) -> tup
         except UsageError:
             pass  # nothing is split, or there are too few layers: any layer will do
     places = {
-        (r.step, r.layer) for r in trace.records
+        (r.step, r.layer)
+        for r in trace.records
         if r.rank == rank and r.on_device and r.layer >= 0 and r.point and r.dur_us > 0
-    }  # fmt: skip
+    }
     fitting = [p for p in places if step in (None, p[0]) and layer in (None, p[1])]
     if not fitting:
         rule = "a layer is shown where the trace has one"
@@ -116,8 +123,9 @@ def _bars(records: Sequence[Record], start_us: float, end_us: float) -> list[Bar
         label = head + (str(r.ubatch).translate(_SUBSCRIPTS) if head and r.ubatch >= 0 else "")
         if half and not is_communication(r):
             label += f".{half}"
-        bar = Bar(label=label, ubatch=r.ubatch, layer=r.layer, start_us=max(r.t_us, start_us),
-                  end_us=min(r.end_us, end_us))  # fmt: skip
+        bar = Bar(
+            label=label, ubatch=r.ubatch, layer=r.layer, start_us=max(r.t_us, start_us), end_us=min(r.end_us, end_us)
+        )
         last = bars[-1] if bars else None
         if last is not None and _who(last) == _who(bar) and not is_communication(r):
             bars[-1] = Bar(
@@ -140,8 +148,9 @@ def _rows(bars: Sequence[Bar]) -> tuple[tuple[Bar, ...], ...]:
         if row is None:
             rows.append([bar])
         elif row[-1].label == bar.label and bar.start_us - row[-1].end_us < _BLINK_US:
-            row[-1] = Bar(label=bar.label, ubatch=bar.ubatch, layer=bar.layer, start_us=row[-1].start_us,
-                          end_us=bar.end_us)  # fmt: skip
+            row[-1] = Bar(
+                label=bar.label, ubatch=bar.ubatch, layer=bar.layer, start_us=row[-1].start_us, end_us=bar.end_us
+            )
         else:
             row.append(bar)
     return tuple(tuple(row) for row in rows)

@@ -64,9 +64,12 @@ def compare(expected: Mapping[str, Request], found: Mapping[str, Request], *, dt
         equal = equal and (parted or len(tokens) == len(mine))
     worst = max(errors, default=None)
     return Comparison(
-        tokens_equal=equal, compared=compared, ties=ties, max_rel_err=worst,
+        tokens_equal=equal,
+        compared=compared,
+        ties=ties,
+        max_rel_err=worst,
         logits_close=worst is None or worst <= TOLERANCES[dtype],
-    )  # fmt: skip
+    )
 
 
 def margin(row: np.ndarray, token: int) -> float:

@@ -136,9 +136,11 @@ def schedule_of(config: DBOConfig) -> Schedule:
 
 def shape_of(config: ModelConfig) -> ModelShape:
     return ModelShape(
-        hidden_size=config.hidden_size, num_experts=config.n_routed_experts, num_heads=config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        num_experts=config.n_routed_experts,
+        num_heads=config.num_attention_heads,
         max_position_embeddings=config.max_position_embeddings,
-    )  # fmt: skip
+    )
 
 
 def prompts_of(request: CheckRequest, config: DBOConfig, folder: Path, model_config: ModelConfig) -> list[list[int]]:

@@ -186,9 +186,17 @@ def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner
     if group is not None:
         wrapper.graphs.staging = group.staging
     return GPUModelRunner(
-        world=world, config=config, model=model, wrapper=wrapper, kv_caches=kv_caches, metadata_of=metadata_of,
-        scheduler=RequestScheduler(config), program=program, keep_logits=job.keep_logits, serial=job.serial,
-    )  # fmt: skip
+        world=world,
+        config=config,
+        model=model,
+        wrapper=wrapper,
+        kv_caches=kv_caches,
+        metadata_of=metadata_of,
+        scheduler=RequestScheduler(config),
+        program=program,
+        keep_logits=job.keep_logits,
+        serial=job.serial,
+    )
 
 
 def make_context_parallel(
@@ -198,10 +206,14 @@ def make_context_parallel(
     if config.decode_context_parallel_size == 1:
         return None
     shape = DCPShape(
-        size=config.decode_context_parallel_size, backend=str(config.dcp_comm_backend),
-        max_rows=config.max_num_batched_tokens, num_ubatches=config.num_ubatches,
-        heads=model_config.num_attention_heads, head_dim=model_config.kv_lora_rank, dtype=config.dtype,
-    )  # fmt: skip
+        size=config.decode_context_parallel_size,
+        backend=str(config.dcp_comm_backend),
+        max_rows=config.max_num_batched_tokens,
+        num_ubatches=config.num_ubatches,
+        heads=model_config.num_attention_heads,
+        head_dim=model_config.kv_lora_rank,
+        dtype=config.dtype,
+    )
     found: ContextParallel = program.context_parallel(world.context_parallel(shape))
     return found
 

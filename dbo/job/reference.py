@@ -40,18 +40,27 @@ def alone(job: RankJob, requests: Sequence[Sequence[RequestSpec]]) -> dict[str, 
     from dbo.job.local import LocalWorld
 
     config = DBOConfig(
-        data_parallel_size=1, all2all_backend="nccl", dtype="float32", block_size=job.config.block_size,
-        num_kv_blocks=job.config.num_kv_blocks * job.config.num_ranks, max_model_len=job.config.max_model_len,
-        max_num_batched_tokens=job.config.max_num_batched_tokens, max_num_seqs=job.config.max_num_seqs,
-    )  # fmt: skip
+        data_parallel_size=1,
+        all2all_backend="nccl",
+        dtype="float32",
+        block_size=job.config.block_size,
+        num_kv_blocks=job.config.num_kv_blocks * job.config.num_ranks,
+        max_model_len=job.config.max_model_len,
+        max_num_batched_tokens=job.config.max_num_batched_tokens,
+        max_num_seqs=job.config.max_num_seqs,
+    )
     weights_of = job.weights_of
     if isinstance(weights_of, FolderWeights):
         weights_of = replace(weights_of, dtype="float32")
     together = [[spec for rank in requests for spec in rank]]
     twin = RankJob(
-        config=config, model_config=job.model_config, schedule=job.schedule, requests=together,
-        weights_of=weights_of, keep_logits=True,
-    )  # fmt: skip
+        config=config,
+        model_config=job.model_config,
+        schedule=job.schedule,
+        requests=together,
+        weights_of=weights_of,
+        keep_logits=True,
+    )
     return by_request([RankMain(twin)(LocalWorld())])
 
 
@@ -78,9 +87,14 @@ def compare_peers(
 
 
 def with_twins(
-    job: RankJob, world: registry.WorldEntry, options: dict[str, Any], outcomes: Sequence[Sequence[StepOutcome]],
-    trace: Trace, reference: Reference, progress: Progress,
-) -> Reference:  # fmt: skip
+    job: RankJob,
+    world: registry.WorldEntry,
+    options: dict[str, Any],
+    outcomes: Sequence[Sequence[StepOutcome]],
+    trace: Trace,
+    reference: Reference,
+    progress: Progress,
+) -> Reference:
     """On devices: the same run with the halves of each step one after another, and the order that the simulator gives."""
     if not any(outcome.slices for rank in outcomes for outcome in rank):
         return reference

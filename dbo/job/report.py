@@ -75,9 +75,18 @@ def _untested(config: DBOConfig, steps: Sequence[StepReport], ideal_share: float
 
 
 def result_of(
-    request: CheckRequest, config: DBOConfig, folder: Path, schedule: Schedule, trace: Trace, report: Report,
-    steps: Sequence[StepReport], reference: Reference, replay: str, written: str, warnings: Sequence[str],
-) -> CheckResult:  # fmt: skip
+    request: CheckRequest,
+    config: DBOConfig,
+    folder: Path,
+    schedule: Schedule,
+    trace: Trace,
+    report: Report,
+    steps: Sequence[StepReport],
+    reference: Reference,
+    replay: str,
+    written: str,
+    warnings: Sequence[str],
+) -> CheckResult:
     order = steady_order_of(trace) if any(step.split for step in steps) else ()
     overlap = measure(trace)
     verdict = report.verdict

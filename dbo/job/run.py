@@ -53,10 +53,12 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
     schedule = schedule_of(config)
     prompts = prompts_of(request, config, folder, model_config)
     warnings = validate(
-        config, shape_of(model_config), device=machine.limits if machine else None,
+        config,
+        shape_of(model_config),
+        device=machine.limits if machine else None,
         capabilities=machine.capabilities if machine else SIM_CAPABILITIES,
         workload=Workload(prefill_tokens=sum(map(len, prompts)), decode_tokens=request.steps * len(prompts)),
-    )  # fmt: skip
+    )
     if config.enable_dbo:
         validate_schedule(schedule, backend=config.all2all_backend, num_ubatches=config.num_ubatches)
     requests = spread(prompts, config.data_parallel_size, request.steps + 1)
@@ -66,18 +68,26 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         else FolderWeights(folder=str(folder), config=model_config, dtype=config.dtype)
     )
     job = RankJob(
-        config=config, model_config=model_config, schedule=schedule, requests=requests, weights_of=weights_of,
-        program_of=programs_of(request, config), keep_logits=weights_of is not None,
-    )  # fmt: skip
+        config=config,
+        model_config=model_config,
+        schedule=schedule,
+        requests=requests,
+        weights_of=weights_of,
+        program_of=programs_of(request, config),
+        keep_logits=weights_of is not None,
+    )
 
     path = request.trace or scratch() / f"check-{request.seed}.json"
     progress.stage(f"running {config.num_ranks} ranks in world {request.world} ({request.mode})")
     options = machine.options if machine else {}
     launched = world.launch(RankMain(job), ranks=config.num_ranks, mode=request.mode, **options)
     launched.trace.meta |= {
-        "backend": config.all2all_backend, "schedule": to_text(schedule), "ubatches": config.num_ubatches,
-        "seed": request.seed, "config": effective(config),
-    }  # fmt: skip
+        "backend": config.all2all_backend,
+        "schedule": to_text(schedule),
+        "ubatches": config.num_ubatches,
+        "seed": request.seed,
+        "config": effective(config),
+    }
     if not launched.trace.meta.get("complete", False) and (cut := first_error(launched.errors)):
         launched.trace.meta["why_cut"] = cut
     outcomes = [value or [] for value in launched.values]

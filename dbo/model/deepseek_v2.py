@@ -191,6 +191,11 @@ def _check_experts(weights: Weights, expected: int, ep_size: int) -> None:
     for name, weight in weights.items():
         if name.endswith(".mlp.experts.down_proj") and weight.shape[0] != expected:
             raise ConfigError(
-                refusal("weights are loaded for the rank of the model", "pass the same ep_rank and ep_size to both",
-                        tensor=name, experts=weight.shape[0], ep_size=ep_size)
-            )  # fmt: skip
+                refusal(
+                    "weights are loaded for the rank of the model",
+                    "pass the same ep_rank and ep_size to both",
+                    tensor=name,
+                    experts=weight.shape[0],
+                    ep_size=ep_size,
+                )
+            )

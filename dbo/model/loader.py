@@ -50,8 +50,13 @@ def load_weights(
                 weights[name] = read().to(torch.float32 if name.endswith(".mlp.gate.weight") else dtype)
     missing = [name for name in expected if name not in seen]
     if missing:
-        raise bad_model("every tensor of the model is in the checkpoint", "download it again",
-                    folder=folder, missing=len(missing), first=missing[0])  # fmt: skip
+        raise bad_model(
+            "every tensor of the model is in the checkpoint",
+            "download it again",
+            folder=folder,
+            missing=len(missing),
+            first=missing[0],
+        )
     _join(weights, config, local)
     weights[INV_FREQ] = rope_inv_freq(config)
     return weights

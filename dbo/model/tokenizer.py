@@ -76,9 +76,13 @@ class ByteTokenizer:
             return bytes([token_id])
         if token_id not in self._special_text:
             raise PromptError(
-                refusal("a token id is below the vocabulary's size", "check where the id comes from",
-                        token_id=token_id, vocab_size=self.vocab_size)
-            )  # fmt: skip
+                refusal(
+                    "a token id is below the vocabulary's size",
+                    "check where the id comes from",
+                    token_id=token_id,
+                    vocab_size=self.vocab_size,
+                )
+            )
         return self._special_text[token_id]
 
 
@@ -96,9 +100,12 @@ class _PackageTokenizer:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
             raise NotAvailable(
-                refusal("a tokenizer other than the byte tokenizer needs the package tokenizers",
-                        "install it, or give token ids", file=path)
-            ) from error  # fmt: skip
+                refusal(
+                    "a tokenizer other than the byte tokenizer needs the package tokenizers",
+                    "install it, or give token ids",
+                    file=path,
+                )
+            ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception for every malformed file

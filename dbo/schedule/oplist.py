@@ -39,12 +39,24 @@ from dbo.schedule.model import (
 NO_POINT = "-"
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
-        "comm_prepare_attn": NO_POINT, "prepare": "A0", "attn_prepare": "A0", "core": "A1", "attn_core": "A1",
-        "comm_prepare_mlp": NO_POINT, "gate": NO_POINT, "select_experts": NO_POINT, "dispatch_a": "D.send",
-        "shared_experts": "S", "dispatch_b": "D.recv", "experts": "MLP", "combine_a": "C.send", "combine_b": "C.recv",
-        "output": NO_POINT, "comm_postprocess_layer": NO_POINT,
+        "comm_prepare_attn": NO_POINT,
+        "prepare": "A0",
+        "attn_prepare": "A0",
+        "core": "A1",
+        "attn_core": "A1",
+        "comm_prepare_mlp": NO_POINT,
+        "gate": NO_POINT,
+        "select_experts": NO_POINT,
+        "dispatch_a": "D.send",
+        "shared_experts": "S",
+        "dispatch_b": "D.recv",
+        "experts": "MLP",
+        "combine_a": "C.send",
+        "combine_b": "C.recv",
+        "output": NO_POINT,
+        "comm_postprocess_layer": NO_POINT,
     }
-)  # fmt: skip
+)
 """Names of operations that are in use, without the `op_` in front."""
 
 _YIELDS = frozenset({"|", "yield", "yieldoperation"})
@@ -85,9 +97,12 @@ def parse_operations(
     programs = [Program(items=tuple(_with_hooks(reader.items)), backends=hooked if plain else ())] if hooked else []
     programs += [Program(items=tuple(_on_streams(reader.items)))] if plain else []
     return Schedule(
-        name=name, backends=tuple(backends), programs=tuple(programs), offset=reader.offset,
+        name=name,
+        backends=tuple(backends),
+        programs=tuple(programs),
+        offset=reader.offset,
         declared_yields=programs[0].yields,
-    )  # fmt: skip
+    )
 
 
 def _check_arguments(backends: Sequence[str], aliases: Mapping[str, str]) -> None:

@@ -48,10 +48,15 @@ def graph_key(
 ) -> GraphKey:
     """The key of a step with these (u)batches."""
     return GraphKey(
-        num_tokens=tuple(num_tokens), num_reqs=tuple(num_reqs), query_len=query_len, dtype=config.dtype,
-        backend=config.all2all_backend, schedule=schedule, comm_sms=config.dbo_comm_sms,
+        num_tokens=tuple(num_tokens),
+        num_reqs=tuple(num_reqs),
+        query_len=query_len,
+        dtype=config.dtype,
+        backend=config.all2all_backend,
+        schedule=schedule,
+        comm_sms=config.dbo_comm_sms,
         dcp_size=config.decode_context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 @dataclass(kw_only=True)

@@ -128,9 +128,13 @@ class UBatchContext:
         if pending is not None:
             world.trace.host("hook.drop", hook=pending[0], owner=pending[1])
         world.trace.host(
-            "ubatch.exit", yields=self.yields, declared_yields=self.declared_yields, played_yields=self.played_yields,
-            error=error, hook_pending=pending is not None,
-        )  # fmt: skip
+            "ubatch.exit",
+            yields=self.yields,
+            declared_yields=self.declared_yields,
+            played_yields=self.played_yields,
+            error=error,
+            hook_pending=pending is not None,
+        )
         if self._token is not None:
             _context.reset(self._token)
             self._token = None

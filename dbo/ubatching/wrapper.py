@@ -114,9 +114,14 @@ class UBatchWrapper:
         world = self.world
         forwards = [self._forward_context(context, i, s) for i, s in enumerate(slices)]
         contexts = make_ubatch_contexts(
-            len(slices), world.compute, world.comm, forwards, world.host.barrier(len(slices) + 1, "ready"),
-            world=world, context_class=self.program.context,
-        )  # fmt: skip
+            len(slices),
+            world.compute,
+            world.comm,
+            forwards,
+            world.host.barrier(len(slices) + 1, "ready"),
+            world=world,
+            context_class=self.program.context,
+        )
         for ubatch in contexts:
             ubatch.forward_context.player = self.program.player(
                 ubatch, self.schedule, backend=self.backend, moe_layers=self.moe_layers

@@ -81,10 +81,14 @@ class DeepEPLowLatency:
         size = buffer_class.get_low_latency_rdma_size_hint(most_tokens, hidden, self.world.size, num_experts)
         if LOW_LATENCY not in _KEPT:
             _KEPT[LOW_LATENCY] = buffer_class(
-                self.process_group, num_nvl_bytes=0, num_rdma_bytes=max(size, LEAST_BYTES), low_latency_mode=True,
-                num_qps_per_rank=num_experts // self.world.size, allow_nvlink_for_low_latency_mode=True,
+                self.process_group,
+                num_nvl_bytes=0,
+                num_rdma_bytes=max(size, LEAST_BYTES),
+                low_latency_mode=True,
+                num_qps_per_rank=num_experts // self.world.size,
+                allow_nvlink_for_low_latency_mode=True,
                 explicitly_destroy=True,
-            )  # fmt: skip
+            )
         self._buffer = _KEPT[LOW_LATENCY]
         if size > self._buffer.num_rdma_bytes:
             rule = "a process makes one low-latency buffer"
@@ -96,22 +100,40 @@ class DeepEPLowLatency:
         return self._buffer
 
     def low_latency_dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
-        use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[Any, Any, Any, Any, Callable[[], None]]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        *,
+        use_fp8: bool = True,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Any, Any, Any, Callable[[], None]]:
         """As the library's; the hook also writes the receive into the trace."""
         buffer = self.make_buffer(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
         call = self._sends("dispatch", topk_idx)
         received, counts, handle, event, hook = buffer.low_latency_dispatch(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=use_fp8, async_finish=async_finish,
+            x,
+            topk_idx,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            use_fp8=use_fp8,
+            async_finish=async_finish,
             return_recv_hook=return_recv_hook,
-        )  # fmt: skip
+        )
         return received, counts, handle, event, self._receives("dispatch", call, hook)
 
     def low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any, *,
-        async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, Any, Callable[[], None]]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        *,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, Any, Callable[[], None]]:
         """As the library's; the hook also writes the receive into the trace."""
         call = self._sends("combine", topk_idx)
         combined, event, hook = self._buffer.low_latency_combine(
@@ -134,10 +156,12 @@ class DeepEPLowLatency:
 
         def receive() -> None:
             recorder.timed_device(
-                "recv", f"{op}.recv", attrs={"call": call, "buffer": call % 2, "op": op},
+                "recv",
+                f"{op}.recv",
+                attrs={"call": call, "buffer": call % 2, "op": op},
                 after=(recorder.meet_reference(LOW_LATENCY, call),),
                 writes=(recorder.whole(self._results[call % 2]),),
-            )  # fmt: skip
+            )
             hook()
 
         return receive

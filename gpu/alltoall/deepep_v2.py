@@ -82,9 +82,13 @@ class DeepEPElastic:
             buffer.destroy()  # of a smaller model's run, which has ended, and its graphs with it
             asked = Room(*map(max, asked, room))
         buffer = self.library.ElasticBuffer(
-            self.process_group, num_max_tokens_per_rank=asked.tokens, hidden=asked.hidden, num_topk=asked.num_topk,
-            allow_hybrid_mode=False, explicitly_destroy=True,
-        )  # fmt: skip
+            self.process_group,
+            num_max_tokens_per_rank=asked.tokens,
+            hidden=asked.hidden,
+            num_topk=asked.num_topk,
+            allow_hybrid_mode=False,
+            explicitly_destroy=True,
+        )
         _KEPT[NAME] = buffer, asked
 
     def dispatch(self, x: torch.Tensor, *, topk_idx: torch.Tensor, num_max_tokens_per_rank: int, **options: Any) -> Any:

@@ -52,10 +52,14 @@ class GlooCopies:
                 incoming = array.new_empty((sum(theirs), *array.shape[1:]))
                 works.append(
                     dist.all_to_all_single(
-                        rows_as_bytes(incoming), rows_as_bytes(rows), theirs, mine, group=self.process_group,
+                        rows_as_bytes(incoming),
+                        rows_as_bytes(rows),
+                        theirs,
+                        mine,
+                        group=self.process_group,
                         async_op=True,
                     )
-                )  # fmt: skip
+                )
                 received.append(incoming)
         return GlooArrival(world, index, channel[1], tuple(received), theirs, works)
 
@@ -64,9 +68,14 @@ class GlooArrival:
     """What peers are sending in one exchange."""
 
     def __init__(
-        self, world: GpuWorld, index: int, op: str, received: tuple[torch.Tensor, ...], theirs: Sequence[int],
+        self,
+        world: GpuWorld,
+        index: int,
+        op: str,
+        received: tuple[torch.Tensor, ...],
+        theirs: Sequence[int],
         works: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._world = world
         self._index = index
         self._op = op

@@ -33,9 +33,16 @@ class GlooLowLatency:
         self._results = [world.trace.new_buffer(f"{NAME}.result{i}", 1) for i in range(2)]
 
     def low_latency_dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
-        use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[Any, Any, Any, None, Callable[[], None]]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        *,
+        use_fp8: bool = True,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Any, Any, None, Callable[[], None]]:
         """Start a dispatch of `x` `[T, H]`; returns (recv_x `[L, R * M, H]`, counts `[L]`, handle, None, hook)."""
         self._refuse(use_fp8=use_fp8, async_finish=async_finish, return_recv_hook=return_recv_hook)
         most, ranks = num_max_dispatch_tokens_per_rank, self.world.size
@@ -71,9 +78,15 @@ class GlooLowLatency:
         return recv_x, counts, handle, None, deliver
 
     def low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: dict[str, Any], *,
-        async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, None, Callable[[], None]]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: dict[str, Any],
+        *,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, None, Callable[[], None]]:
         """Start a combine of `x` `[L, R * M, H]`; returns (combined `[T, H]`, None, hook)."""
         self._refuse(use_fp8=False, async_finish=async_finish, return_recv_hook=return_recv_hook)
         ranks, (local, _, hidden), most = self.world.size, x.shape, handle["most"]
@@ -119,9 +132,12 @@ class GlooLowLatency:
                     work.wait()
             recorder.goes_on()
             recorder.device(
-                "recv", f"{op}.recv", attrs=place, after=(recorder.meet_reference(NAME, call),),
+                "recv",
+                f"{op}.recv",
+                attrs=place,
+                after=(recorder.meet_reference(NAME, call),),
                 writes=(recorder.whole(self._results[call % 2]),),
-            )  # fmt: skip
+            )
             return received
 
         return finish

@@ -119,11 +119,17 @@ def _virtual(bench: DCPBench, rows: int, ends: list[DirectExchange], streams: li
         samples = tuple(_sample_ms(call, bench.inner, streams) for _ in range(bench.repeat)) if right else ()
         found.append(
             DCPRow(
-                path="a2a_direct", mode=mode, rows=rows, payload_bytes=nbytes, error=error, limit=LIMITS[bench.dtype],
-                samples_ms=samples, limit_ms=_copy_ms(nbytes * bench.ranks),
+                path="a2a_direct",
+                mode=mode,
+                rows=rows,
+                payload_bytes=nbytes,
+                error=error,
+                limit=LIMITS[bench.dtype],
+                samples_ms=samples,
+                limit_ms=_copy_ms(nbytes * bench.ranks),
                 note="virtual ranks; of limit: a device copy of all payloads",
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -58,10 +58,18 @@ def measure(part: Part, shape: Shape, load: Load, watch: Stopwatch, limits: Limi
     ms = found.pop("ours")
     best = min((name for name in part.best if name in found), key=found.__getitem__)
     return Row(
-        shape=shape.name, tokens=load.tokens, part=part.name, ms=ms, best_ms=found[best], best=best,
-        floor_ms=limits.floor_ms(part.flops, part.nbytes), tflops=part.flops / ms / 1e9, gbytes_per_s=part.nbytes / ms / 1e6,
-        others=found, refused=refused,
-    )  # fmt: skip
+        shape=shape.name,
+        tokens=load.tokens,
+        part=part.name,
+        ms=ms,
+        best_ms=found[best],
+        best=best,
+        floor_ms=limits.floor_ms(part.flops, part.nbytes),
+        tflops=part.flops / ms / 1e9,
+        gbytes_per_s=part.nbytes / ms / 1e6,
+        others=found,
+        refused=refused,
+    )
 
 
 def measure_layer(bench: Bench, rows: list[Row], watch: Stopwatch) -> Row:
@@ -71,10 +79,18 @@ def measure_layer(bench: Bench, rows: list[Row], watch: Stopwatch) -> Row:
     best, floor = sum(min(row.ms, row.best_ms) for row in rows), sum(row.floor_ms for row in rows)
     ms = found.get("ours", float("nan"))
     return Row(
-        shape=bench.shape.name, tokens=bench.load.tokens, part="whole layer", ms=ms, best_ms=best, best="sum of the best",
-        floor_ms=floor, tflops=sum(r.tflops * r.ms for r in rows) / ms, gbytes_per_s=0.0,
-        others={"sum of ours": sum(row.ms for row in rows)}, refused=refused,
-    )  # fmt: skip
+        shape=bench.shape.name,
+        tokens=bench.load.tokens,
+        part="whole layer",
+        ms=ms,
+        best_ms=best,
+        best="sum of the best",
+        floor_ms=floor,
+        tflops=sum(r.tflops * r.ms for r in rows) / ms,
+        gbytes_per_s=0.0,
+        others={"sum of ours": sum(row.ms for row in rows)},
+        refused=refused,
+    )
 
 
 def table(rows: list[Row]) -> str:
@@ -90,12 +106,14 @@ def table(rows: list[Row]) -> str:
             f"{work[0]} | {work[1]} | {'' if row.reached else 'beyond 15 %'} |"
         )
     notes = [
-        f"{row.part}: " + ", ".join(
+        f"{row.part}: "
+        + ", ".join(
             [f"{name} {ms:.4f}" for name, ms in row.others.items() if name != row.best]
             + [f"{name} refused ({why})" for name, why in row.refused.items()]
         )
-        for row in rows if len(row.others) > 1 or row.refused or row.part == "whole layer"
-    ]  # fmt: skip
+        for row in rows
+        if len(row.others) > 1 or row.refused or row.part == "whole layer"
+    ]
     return "\n".join([*lines, "", *notes])
 
 
@@ -216,9 +234,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         + ", ".join(f"{r.part} {r.shape} {r.tokens}" for r in missed)
     )
     return {
-        "device": device, "limits": asdict(limits), "rows": [asdict(row) | {"share": row.share} for row in everything],
+        "device": device,
+        "limits": asdict(limits),
+        "rows": [asdict(row) | {"share": row.share} for row in everything],
         "tuned": tuned,
-    }  # fmt: skip
+    }
 
 
 def say(text: str) -> None:

@@ -48,11 +48,22 @@ class Shape:
 
     def config(self) -> ModelConfig:
         return ModelConfig(
-            vocab_size=1024, hidden_size=self.hidden, intermediate_size=self.shared, moe_intermediate_size=self.width,
-            num_hidden_layers=1, num_attention_heads=self.heads, kv_lora_rank=512, q_lora_rank=None,
-            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=self.experts,
-            n_shared_experts=2, num_experts_per_tok=self.top_k, max_position_embeddings=163840,
-        )  # fmt: skip
+            vocab_size=1024,
+            hidden_size=self.hidden,
+            intermediate_size=self.shared,
+            moe_intermediate_size=self.width,
+            num_hidden_layers=1,
+            num_attention_heads=self.heads,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            n_routed_experts=self.experts,
+            n_shared_experts=2,
+            num_experts_per_tok=self.top_k,
+            max_position_embeddings=163840,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +123,29 @@ class Bench:
         self.config = config = shape.config()
         hidden, heads = shape.hidden, shape.heads
         near = hidden**-0.5
-        self.attention = FusedMLAttention(config, {
-            "a.q_proj.weight": draw(heads * config.qk_head_dim, hidden, scale=near),
-            "a.kv_a_proj_with_mqa.weight": draw(config.kv_cache_dim, hidden, scale=near),
-            "a.kv_a_layernorm.weight": draw(config.kv_lora_rank),
-            "a.kv_b_proj.weight": draw(heads * 256, config.kv_lora_rank, scale=0.04),
-            "a.o_proj.weight": draw(hidden, heads * config.v_head_dim, scale=0.02),
-        }, "a")  # fmt: skip
+        self.attention = FusedMLAttention(
+            config,
+            {
+                "a.q_proj.weight": draw(heads * config.qk_head_dim, hidden, scale=near),
+                "a.kv_a_proj_with_mqa.weight": draw(config.kv_cache_dim, hidden, scale=near),
+                "a.kv_a_layernorm.weight": draw(config.kv_lora_rank),
+                "a.kv_b_proj.weight": draw(heads * 256, config.kv_lora_rank, scale=0.04),
+                "a.o_proj.weight": draw(hidden, heads * config.v_head_dim, scale=0.02),
+            },
+            "a",
+        )
         self.norm = draw(hidden)
         self.router = Router(config, draw(shape.experts, hidden, scale=near))
         self.gate_up = draw(shape.experts, 2 * shape.width, hidden, scale=near)
         self.down = draw(shape.experts, shape.width, hidden, scale=shape.width**-0.5)
         self.experts = GroupedFlatExperts(self.gate_up, self.down)
-        self.shared = MLP({
-            "s.gate_up_proj.weight": draw(2 * shape.shared, hidden, scale=near),
-            "s.down_proj.weight": draw(hidden, shape.shared, scale=shape.shared**-0.5),
-        }, "s")  # fmt: skip
+        self.shared = MLP(
+            {
+                "s.gate_up_proj.weight": draw(2 * shape.shared, hidden, scale=near),
+                "s.down_proj.weight": draw(hidden, shape.shared, scale=shape.shared**-0.5),
+            },
+            "s",
+        )
         self.x = draw(load.tokens, hidden)
         self.metadata = metadata_of(load)
         pages = self.metadata.block_table_tensor.numel() + 1
@@ -164,18 +182,24 @@ class Bench:
         fused = partial(functional.rms_norm, x, (x.shape[1],), weight, 1e-6)
         ours = partial(rms_norm, x, weight, 1e-6)
         return Part(
-            name="norms (2)", ours=in_turn(ours, ours), best={"copy": in_turn(copy_of(nbytes), copy_of(nbytes))},
-            also={"torch rms_norm": in_turn(fused, fused)}, flops=0, nbytes=2 * nbytes,
-        )  # fmt: skip
+            name="norms (2)",
+            ours=in_turn(ours, ours),
+            best={"copy": in_turn(copy_of(nbytes), copy_of(nbytes))},
+            also={"torch rms_norm": in_turn(fused, fused)},
+            flops=0,
+            nbytes=2 * nbytes,
+        )
 
     def _projection(self) -> Part:
         rows, hidden = self.x.shape
         columns = self.shape.heads * self.config.qk_head_dim + self.config.kv_cache_dim
         return Part(
-            name="qkv projection", ours=partial(self.attention.project, self.x, self.by),
+            name="qkv projection",
+            ours=partial(self.attention.project, self.x, self.by),
             best={"cuBLAS": product_of(rows, hidden, columns)},
-            flops=2 * rows * hidden * columns, nbytes=BF16 * (rows * (hidden + columns) + hidden * columns),
-        )  # fmt: skip
+            flops=2 * rows * hidden * columns,
+            nbytes=BF16 * (rows * (hidden + columns) + hidden * columns),
+        )
 
     def _decode(self) -> Iterator[Part]:
         config, load, heads = self.config, self.load, self.shape.heads
@@ -190,16 +214,31 @@ class Bench:
             torch.bmm(mixed, attention.value_up.transpose(1, 2))
 
         yield Part(
-            name="latent products", ours=absorb,
-            best={"cuBLAS": in_turn(product_of(rows, nope, latent, batch=heads), product_of(rows, latent, nope, batch=heads))},
-            flops=4 * rows * heads * nope * latent, nbytes=BF16 * 2 * heads * (rows + latent) * (nope + latent),
-        )  # fmt: skip
+            name="latent products",
+            ours=absorb,
+            best={
+                "cuBLAS": in_turn(
+                    product_of(rows, nope, latent, batch=heads), product_of(rows, latent, nope, batch=heads)
+                )
+            },
+            flops=4 * rows * heads * nope * latent,
+            nbytes=BF16 * 2 * heads * (rows + latent) * (nope + latent),
+        )
         cached = self.cache.view(-1, config.kv_cache_dim)
         core = partial(
-            mla_decode.mla_decode, absorbed, queries, cached, block_table=meta.block_table_tensor, page_size=PAGE,
-            row_requests=self.batch.row_queries, queries_per_request=1, positions=meta.positions,
-            padding_rows=self.batch.padding_rows, max_keys=load.keys, scale=attention.scale,
-        )  # fmt: skip
+            mla_decode.mla_decode,
+            absorbed,
+            queries,
+            cached,
+            block_table=meta.block_table_tensor,
+            page_size=PAGE,
+            row_requests=self.batch.row_queries,
+            queries_per_request=1,
+            positions=meta.positions,
+            padding_rows=self.batch.padding_rows,
+            max_keys=load.keys,
+            scale=attention.scale,
+        )
         # Heads as queries of one head: torch's own kernels need no copy of the keys then.
         q = torch.cat((absorbed.transpose(0, 1), queries[..., nope:]), -1)[:, None]
 
@@ -218,10 +257,12 @@ class Bench:
 
         nbytes = BF16 * load.requests * load.keys * config.kv_cache_dim
         yield Part(
-            name="attention core (absorbed)", ours=core,
+            name="attention core (absorbed)",
+            ours=core,
             best={"SDPA, gathered": sdpa, "products, gathered": products, "copy": copy_of(nbytes)},
-            flops=2 * rows * heads * load.keys * (config.kv_cache_dim + latent), nbytes=nbytes,
-        )  # fmt: skip
+            flops=2 * rows * heads * load.keys * (config.kv_cache_dim + latent),
+            nbytes=nbytes,
+        )
 
     def _prefill(self) -> Iterator[Part]:
         config, load, heads = self.config, self.load, self.shape.heads
@@ -231,10 +272,12 @@ class Bench:
         keys, values = attention.expand(latents)
         moved = BF16 * rows * heads * (config.qk_nope_head_dim + config.qk_head_dim)
         yield Part(
-            name="expand keys and values", ours=partial(attention.expand, latents),
+            name="expand keys and values",
+            ours=partial(attention.expand, latents),
             best={"cuBLAS + copy": in_turn(product_of(rows, latent, both), copy_of(moved))},
-            flops=2 * rows * latent * both, nbytes=BF16 * (rows * (latent + both) + latent * both) + moved,
-        )  # fmt: skip
+            flops=2 * rows * latent * both,
+            nbytes=BF16 * (rows * (latent + both) + latent * both) + moved,
+        )
 
         def flash(q: Tensor, k: Tensor, v: Tensor) -> Work:
             op = torch.ops.aten._scaled_dot_product_flash_attention
@@ -252,12 +295,14 @@ class Bench:
                 "cuDNN, equal FLOPs": partial(fresh_attention, same[0], same[1], same[2], lengths, attention.scale),
                 "flash, equal FLOPs": flash(*same),
             },
-            also={"ours in a graph (flash)": partial(
-                ragged_attention, queries, keys, values, starts, starts, load.queries, load.queries, attention.scale
-            )},
+            also={
+                "ours in a graph (flash)": partial(
+                    ragged_attention, queries, keys, values, starts, starts, load.queries, load.queries, attention.scale
+                )
+            },
             flops=2 * heads * pairs * (config.qk_head_dim + config.v_head_dim),
             nbytes=BF16 * rows * heads * 2 * (config.qk_head_dim + config.v_head_dim),
-        )  # fmt: skip
+        )
 
     def _out(self) -> Part:
         rows, inner = self.load.tokens, self.shape.heads * self.config.v_head_dim
@@ -269,10 +314,12 @@ class Bench:
             return clear_padding_(values, self.batch.padding_rows) @ weight.t()
 
         return Part(
-            name="out projection", ours=ours,
-            best={"cuBLAS": product_of(rows, inner, self.shape.hidden)}, flops=2 * rows * inner * self.shape.hidden,
+            name="out projection",
+            ours=ours,
+            best={"cuBLAS": product_of(rows, inner, self.shape.hidden)},
+            flops=2 * rows * inner * self.shape.hidden,
             nbytes=BF16 * (rows * (inner + self.shape.hidden) + inner * self.shape.hidden),
-        )  # fmt: skip
+        )
 
     def _gate(self) -> Part:
         x, weight, shape = self.x, self.router.weight, self.shape
@@ -283,10 +330,13 @@ class Bench:
 
         nbytes = x.nbytes + weight.nbytes + x.shape[0] * shape.experts * 8
         return Part(
-            name="gate", ours=partial(self.router, x, self.batch.padding_rows),
-            best={"cuBLAS, softmax, topk": by_torch}, also={"copy": copy_of(nbytes)},
-            flops=2 * x.shape[0] * x.shape[1] * shape.experts, nbytes=nbytes,
-        )  # fmt: skip
+            name="gate",
+            ours=partial(self.router, x, self.batch.padding_rows),
+            best={"cuBLAS, softmax, topk": by_torch},
+            also={"copy": copy_of(nbytes)},
+            flops=2 * x.shape[0] * x.shape[1] * shape.experts,
+            nbytes=nbytes,
+        )
 
     def _routed(self) -> Iterator[Part]:
         shape, moves = self.shape, self.experts.moves
@@ -298,18 +348,27 @@ class Bench:
         out = moves.down(active, self.down, ends)
         nbytes = self.x.nbytes + rows.nbytes
         yield Part(
-            name="order of rows", ours=partial(moves.order, ids, shape.experts),
-            best={"sort": partial(TorchRows().order, ids, shape.experts)}, flops=0, nbytes=12 * pairs,
-        )  # fmt: skip
+            name="order of rows",
+            ours=partial(moves.order, ids, shape.experts),
+            best={"sort": partial(TorchRows().order, ids, shape.experts)},
+            flops=0,
+            nbytes=12 * pairs,
+        )
         yield Part(
-            name="rows to experts", ours=partial(moves.spread, self.x, places), best={"copy": copy_of(nbytes)},
-            flops=0, nbytes=nbytes,
-        )  # fmt: skip
+            name="rows to experts",
+            ours=partial(moves.spread, self.x, places),
+            best={"copy": copy_of(nbytes)},
+            flops=0,
+            nbytes=nbytes,
+        )
         yield self._products(rows, active, ends)
         yield Part(
-            name="rows back", ours=partial(moves.gather, out, places, weights), best={"copy": copy_of(nbytes)},
-            flops=0, nbytes=nbytes,
-        )  # fmt: skip
+            name="rows back",
+            ours=partial(moves.gather, out, places, weights),
+            best={"copy": copy_of(nbytes)},
+            flops=0,
+            nbytes=nbytes,
+        )
 
     def _products(self, rows: Tensor, active: Tensor, ends: Tensor) -> Part:
         shape, moves, pairs = self.shape, self.experts.moves, rows.shape[0]
@@ -328,30 +387,39 @@ class Bench:
         # One matrix for all rows spares the reading of the other experts', which counts while rows are few.
         dense_is_fair = each >= 128
         return Part(
-            name="expert products", ours=lambda: moves.down(moves.gate_up(rows, self.gate_up, ends), self.down, ends),
+            name="expert products",
+            ours=lambda: moves.down(moves.gate_up(rows, self.gate_up, ends), self.down, ends),
             best={**batched, "torch grouped": grouped, **(dense if dense_is_fair else {})},
-            also={} if dense_is_fair else dense, flops=6 * pairs * shape.hidden * shape.width,
+            also={} if dense_is_fair else dense,
+            flops=6 * pairs * shape.hidden * shape.width,
             nbytes=BF16 * shape.hidden * (3 * min(shape.experts, pairs) * shape.width + 2 * pairs) + 2 * active.nbytes,
-        )  # fmt: skip
+        )
 
     def _shared(self) -> Part:
         rows, hidden, width = self.load.tokens, self.shape.hidden, self.shape.shared
         moved = BF16 * rows * 3 * width
         return Part(
-            name="shared experts", ours=partial(self.shared, self.x),
-            best={"cuBLAS + copy": in_turn(
-                product_of(rows, hidden, 2 * width), copy_of(moved), product_of(rows, width, hidden)
-            )},
-            flops=6 * rows * hidden * width, nbytes=BF16 * (3 * hidden * width + rows * 2 * hidden) + 2 * moved,
-        )  # fmt: skip
+            name="shared experts",
+            ours=partial(self.shared, self.x),
+            best={
+                "cuBLAS + copy": in_turn(
+                    product_of(rows, hidden, 2 * width), copy_of(moved), product_of(rows, width, hidden)
+                )
+            },
+            flops=6 * rows * hidden * width,
+            nbytes=BF16 * (3 * hidden * width + rows * 2 * hidden) + 2 * moved,
+        )
 
     def _residuals(self) -> Part:
         x, y = self.x, draw(*self.x.shape)
         nbytes = 3 * x.nbytes
         return Part(
-            name="residual sums (3)", ours=in_turn(*[partial(torch.add, x, y)] * 3),
-            best={"copy": in_turn(*[copy_of(nbytes)] * 3)}, flops=0, nbytes=3 * nbytes,
-        )  # fmt: skip
+            name="residual sums (3)",
+            ours=in_turn(*[partial(torch.add, x, y)] * 3),
+            best={"copy": in_turn(*[copy_of(nbytes)] * 3)},
+            flops=0,
+            nbytes=3 * nbytes,
+        )
 
 
 def metadata_of(load: Load) -> Any:
@@ -363,8 +431,16 @@ def metadata_of(load: Load) -> Any:
     starts = torch.arange(0, load.tokens + 1, load.queries, dtype=torch.int32)
     lens = torch.full((load.requests,), load.keys, dtype=torch.int32)
     return SimpleNamespace(
-        query_start_loc=starts.cuda(), query_start_loc_cpu=starts, seq_lens=lens.cuda(), seq_lens_cpu=lens,
-        num_reqs=load.requests, dcp_layout=None, num_actual_tokens=load.tokens, max_query_len=load.queries,
-        max_seq_len=load.keys, block_table_tensor=table.to(torch.int32), positions=positions,
+        query_start_loc=starts.cuda(),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.cuda(),
+        seq_lens_cpu=lens,
+        num_reqs=load.requests,
+        dcp_layout=None,
+        num_actual_tokens=load.tokens,
+        max_query_len=load.queries,
+        max_seq_len=load.keys,
+        block_table_tensor=table.to(torch.int32),
+        positions=positions,
         slot_mapping=table[request, positions // PAGE] * PAGE + positions % PAGE,
-    )  # fmt: skip
+    )

@@ -59,9 +59,14 @@ def measure(bench: MoEBench) -> Measured:
     _host(measured, bench)
     program = MoEProgram(bench=bench, deadline=deadline, measured=measured)
     run = launch(
-        program, ranks=bench.ranks, device=bench.device, trace=False, vehicle=bench.vehicle, stall_s=LAST_S,
+        program,
+        ranks=bench.ranks,
+        device=bench.device,
+        trace=False,
+        vehicle=bench.vehicle,
+        stall_s=LAST_S,
         timeout_s=max(0.0, deadline - time.time()) + LAST_S,
-    )  # fmt: skip
+    )
     failed = [error for error in run.errors if error is not None]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerFailed)), failed[0])
@@ -147,9 +152,14 @@ class _Rank:
         count = max(depths_of(bench).values())
         layers = Layers(world, SHAPES[shape], count, seed=bench.seed)
         batch = Batch(
-            world, SHAPES[shape], tokens, count, prompt_tokens=bench.prompt_tokens,
-            context_tokens=bench.context_tokens, seed=bench.seed,
-        )  # fmt: skip
+            world,
+            SHAPES[shape],
+            tokens,
+            count,
+            prompt_tokens=bench.prompt_tokens,
+            context_tokens=bench.context_tokens,
+            seed=bench.seed,
+        )
         prepared: dict[str, Works] = {}
         reference: torch.Tensor | None = None
         for backend in bench.backends:

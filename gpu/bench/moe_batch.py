@@ -65,11 +65,19 @@ def plan_of(queries: list[int], keys: list[int], *, seed: int) -> BatchPlan:
     tokens = int(query_lens.sum())
     return BatchPlan(
         query_start_loc=np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32), num_computed_tokens=(seq_lens - query_lens).astype(np.int32),
-        num_reqs=len(queries), num_actual_tokens=tokens, num_tokens_padded=tokens, max_query_len=max(queries),
-        max_seq_len=max(keys), block_table=table, slot_mapping=np.concatenate(slots),
-        positions=np.concatenate(positions), causal=True, is_prefilling=query_lens > 1,
-    )  # fmt: skip
+        seq_lens=seq_lens.astype(np.int32),
+        num_computed_tokens=(seq_lens - query_lens).astype(np.int32),
+        num_reqs=len(queries),
+        num_actual_tokens=tokens,
+        num_tokens_padded=tokens,
+        max_query_len=max(queries),
+        max_seq_len=max(keys),
+        block_table=table,
+        slot_mapping=np.concatenate(slots),
+        positions=np.concatenate(positions),
+        causal=True,
+        is_prefilling=query_lens > 1,
+    )
 
 
 def draw_experts(tokens: int, shape: MoEShape, *, seed: int) -> Tensor:
@@ -126,9 +134,12 @@ class Batch:
     def _part(self, part: int, plan: BatchPlan, inv_freq: Tensor, ids: list[Tensor]) -> PartMetadata:
         metadata = from_plan(plan, lambda array: self.world.tensors.from_numpy(array, "metadata"))
         return PartMetadata(
-            **vars(metadata), part=part, paged=plan_paged_batch(metadata, metadata.positions, block_size=PAGE),
-            by=rotation(metadata.positions, inv_freq, 1.0), expert_ids=tuple(ids),
-        )  # fmt: skip
+            **vars(metadata),
+            part=part,
+            paged=plan_paged_batch(metadata, metadata.positions, block_size=PAGE),
+            by=rotation(metadata.positions, inv_freq, 1.0),
+            expert_ids=tuple(ids),
+        )
 
     def unsplit(self, step: int) -> ForwardContext:
         """The context of a step without DBO."""
@@ -146,6 +157,12 @@ class Batch:
 
     def _context(self, step: int, metadata: PartMetadata | None, tokens: int, ubatch: int = 0) -> ForwardContext:
         return ForwardContext(
-            attn_metadata=metadata, kv_caches=self.caches, num_tokens=tokens, num_real_tokens=tokens, step=step,
-            player=SerialPlayer(self.world), num_tokens_across_ranks=[tokens] * self.world.size, ubatch=ubatch,
-        )  # fmt: skip
+            attn_metadata=metadata,
+            kv_caches=self.caches,
+            num_tokens=tokens,
+            num_real_tokens=tokens,
+            step=step,
+            player=SerialPlayer(self.world),
+            num_tokens_across_ranks=[tokens] * self.world.size,
+            ubatch=ubatch,
+        )

@@ -152,8 +152,10 @@ def _clone(inputs: ExpertInputs) -> ExpertInputs:
     copies = {
         name: None if value is None else value.clone()
         for name, value in (
-            ("x", inputs.x), ("counts", inputs.counts), ("topk_ids", inputs.topk_ids),
+            ("x", inputs.x),
+            ("counts", inputs.counts),
+            ("topk_ids", inputs.topk_ids),
             ("topk_weights", inputs.topk_weights),
         )
-    }  # fmt: skip
+    }
     return ExpertInputs(layout=inputs.layout, **copies)

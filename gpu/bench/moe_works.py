@@ -61,11 +61,19 @@ class Works:
 def config_of(bench: MoEBench, backend: str, tokens: int, mode: str) -> DBOConfig:
     """What the backend is built for."""
     return DBOConfig(
-        world="gpu", data_parallel_size=bench.ranks, enable_expert_parallel=True, enable_dbo=True,
-        all2all_backend=backend, dbo_comm_sms=0, cudagraph_mode="FULL" if mode == "graph" else "NONE",
-        max_num_batched_tokens=tokens, max_num_seqs=tokens, low_latency_max_tokens_per_rank=tokens, block_size=PAGE,
+        world="gpu",
+        data_parallel_size=bench.ranks,
+        enable_expert_parallel=True,
+        enable_dbo=True,
+        all2all_backend=backend,
+        dbo_comm_sms=0,
+        cudagraph_mode="FULL" if mode == "graph" else "NONE",
+        max_num_batched_tokens=tokens,
+        max_num_seqs=tokens,
+        low_latency_max_tokens_per_rank=tokens,
+        block_size=PAGE,
         dtype="bfloat16",
-    )  # fmt: skip
+    )
 
 
 def depths_of(bench: MoEBench) -> dict[str, int]:
@@ -199,13 +207,22 @@ def rows_of(
             timed = right and not refused
             rows.append(
                 MoERow(
-                    shape=shape, tokens=tokens, mode=mode, backend=name, comm_sms=sms, schedule=schedule.name,
-                    layers=bench.layers, what=what, error=error, limit=LIMIT, bit_equal=works.same_bits[keys[DBO]],
+                    shape=shape,
+                    tokens=tokens,
+                    mode=mode,
+                    backend=name,
+                    comm_sms=sms,
+                    schedule=schedule.name,
+                    layers=bench.layers,
+                    what=what,
+                    error=error,
+                    limit=LIMIT,
+                    bit_equal=works.same_bits[keys[DBO]],
                     samples_ms={v: samples[key] for v, key in keys.items() if key in samples} if timed else {},
                     beside_compute=works.beside_compute.get(keys[DBO]),
                     note=(f"not captured: {refused}" if refused else "") if right else _wrong(works, keys),
                 )
-            )  # fmt: skip
+            )
     return rows
 
 

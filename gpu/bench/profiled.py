@@ -75,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("no all-to-all backend can run here: `dbo doctor` says what to install\n")
         return 3
     setup = Setup(
-        run=partial(launch, ranks=options.ranks, vehicle="thread", **machine.options), ranks=options.ranks,
-        device="cpu" if machine.options["device"] == "cpu" else "cuda", asked_device=options.device,
-        share_device=options.share_device, model=options.model,
-    )  # fmt: skip
+        run=partial(launch, ranks=options.ranks, vehicle="thread", **machine.options),
+        ranks=options.ranks,
+        device="cpu" if machine.options["device"] == "cpu" else "cuda",
+        asked_device=options.device,
+        share_device=options.share_device,
+        model=options.model,
+    )
     options.folder.mkdir(parents=True, exist_ok=True)
     job = setup.job(backend, keep_logits=False, max_steps=options.steps)
     launched = setup.run(Profiled(RankMain(job), options.folder))

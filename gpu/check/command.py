@@ -79,9 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--share-device", action="store_true", help="all ranks on the first device")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parser.add_argument(
-        "--backend", action="append", choices=sorted(facts.BACKENDS),
+        "--backend",
+        action="append",
+        choices=sorted(facts.BACKENDS),
         help="all-to-all backends (default: those that run here)",
-    )  # fmt: skip
+    )
     parser.add_argument("--vehicle", choices=("auto", "thread", "greenlet"), default="thread", help="what ubatches are")
     parser.add_argument("--model", type=Path, help="a DeepSeek-V2 folder (default: a generated one)")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of the long run (default: none)")
@@ -92,10 +94,15 @@ def _parser() -> argparse.ArgumentParser:
 def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[str, ...]) -> Iterator[Row]:
     setup = Setup(
         run=partial(launch, ranks=options.ranks, timeout_s=240.0, vehicle=options.vehicle, **machine.options),
-        ranks=options.ranks, device="cpu" if machine.options["device"] == "cpu" else "cuda",
-        asked_device=options.device, share_device=options.share_device, backends=backends, model=options.model,
-        in_place="RANK" in os.environ, soak_steps=options.soak,
-    )  # fmt: skip
+        ranks=options.ranks,
+        device="cpu" if machine.options["device"] == "cpu" else "cuda",
+        asked_device=options.device,
+        share_device=options.share_device,
+        backends=backends,
+        model=options.model,
+        in_place="RANK" in os.environ,
+        soak_steps=options.soak,
+    )
     wanted = options.only or PARTS
     if "conformance" in wanted:
         yield _timed("conformance", partial(check_conformance, setup))

@@ -307,8 +307,10 @@ def worker(rank: int, world: int, arguments: argparse.Namespace) -> None:
 
 def show(table: list[Row], world: int) -> None:
     say_line = sys.stdout.write
-    say_line(f"\n{torch.cuda.get_device_name(0)} x{world}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}, "
-             f"H {HEADS}, D {DIM}, bf16, LSE returned\n")  # fmt: skip
+    say_line(
+        f"\n{torch.cuda.get_device_name(0)} x{world}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}, "
+        f"H {HEADS}, D {DIM}, bf16, LSE returned\n"
+    )
     base = {(row.rows, row.mode): row.median_ms for row in table if row.path == "two collectives"}
     for row in sorted(table, key=lambda r: (r.rows, r.median_ms)) if len(table) > 200 else table:
         sent = row.rows * HEADS * DIM * 2 * (world - 1) / world

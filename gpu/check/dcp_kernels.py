@@ -194,8 +194,10 @@ def section_speed(arguments: argparse.Namespace) -> None:
         name = f"{kib} KiB, {warps} warps"
         packs[name] = measured(f"pack, {name}", pack_bytes, lambda: tried.pack(out, lse, send, None, None))  # noqa: B023
         merges[name] = measured(
-            f"merge, {name}", merge_bytes, lambda: tried.unpack_merge(send, dim, True)  # noqa: B023
-        )  # fmt: skip
+            f"merge, {name}",
+            merge_bytes,
+            lambda: tried.unpack_merge(send, dim, True),  # noqa: B023
+        )
     for what, table, nbytes, run in (
         ("pack", packs, pack_bytes, lambda: default.pack(out, lse, send, None, None)),
         ("pack, masked", packs, pack_bytes, lambda: default.pack(out, lse, send, *mask)),

@@ -90,9 +90,13 @@ def _run(options: argparse.Namespace, machine: probe.Machine, folder: Path) -> i
         start = time.monotonic()
         try:
             job = job_of(
-                case, folder, replicas=options.ranks // options.dcp, size=options.dcp, on_device=on_device,
+                case,
+                folder,
+                replicas=options.ranks // options.dcp,
+                size=options.dcp,
+                on_device=on_device,
                 dtype=options.dtype,
-            )  # fmt: skip
+            )
             expected = expected or alone(job, job.requests)
             passed, what = examine(run, job, expected)
         except Exception as error:
@@ -140,10 +144,14 @@ def _cases(options: argparse.Namespace, runs_here: Sequence[str], on_device: boo
 def job_of(case: Case, folder: Path, *, replicas: int, size: int, on_device: bool, dtype: str | None = None) -> RankJob:
     """The case's job: six requests a replica, some of which have no key on some peer."""
     flags = DEFAULTS | {
-        "world": "gpu", "data_parallel_size": replicas, "decode_context_parallel_size": size,
-        "dcp_comm_backend": case.exchange, "cp_kv_cache_interleave_size": INTERLEAVES[case.exchange],
-        "all2all_backend": case.backend, "enable_dbo": case.enable_dbo,
-    }  # fmt: skip
+        "world": "gpu",
+        "data_parallel_size": replicas,
+        "decode_context_parallel_size": size,
+        "dcp_comm_backend": case.exchange,
+        "cp_kv_cache_interleave_size": INTERLEAVES[case.exchange],
+        "all2all_backend": case.backend,
+        "enable_dbo": case.enable_dbo,
+    }
     if case.backend == "deepep_low_latency":
         flags["low_latency_max_tokens_per_rank"] = flags["max_num_batched_tokens"]
     carries = facts.BACKENDS[case.backend].dtypes
@@ -160,17 +168,22 @@ def job_of(case: Case, folder: Path, *, replicas: int, size: int, on_device: boo
     requests = [
         [
             RequestSpec(
-                id=f"{replica}.{i}", max_new_tokens=4 + (3 * i + replica) % 7,
+                id=f"{replica}.{i}",
+                max_new_tokens=4 + (3 * i + replica) % 7,
                 prompt_token_ids=tuple((13 * i + 5 * replica + 3 * k) % 250 for k in range(length)),
             )
             for i, length in enumerate(PROMPT_TOKENS)
         ]
         for replica in range(replicas)
-    ]  # fmt: skip
+    ]
     return RankJob(
-        config=config, model_config=model, schedule=load_schedule(config.dbo_schedule), requests=requests,
-        weights_of=FolderWeights(folder=str(folder), config=model, dtype=config.dtype), keep_logits=True,
-    )  # fmt: skip
+        config=config,
+        model_config=model,
+        schedule=load_schedule(config.dbo_schedule),
+        requests=requests,
+        weights_of=FolderWeights(folder=str(folder), config=model, dtype=config.dtype),
+        keep_logits=True,
+    )
 
 
 def examine(run: Callable[..., Launched], job: RankJob, expected: Mapping[str, Request]) -> tuple[bool, str]:
@@ -198,9 +211,12 @@ def examine(run: Callable[..., Launched], job: RankJob, expected: Mapping[str, R
 def judged(launched: Launched, job: RankJob) -> Report:
     """What the detectors say about the trace."""
     launched.trace.meta |= {
-        "backend": job.config.all2all_backend, "schedule": to_text(job.schedule), "ubatches": job.config.num_ubatches,
-        "seed": 0, "config": effective(job.config),
-    }  # fmt: skip
+        "backend": job.config.all2all_backend,
+        "schedule": to_text(job.schedule),
+        "ubatches": job.config.num_ubatches,
+        "seed": 0,
+        "config": effective(job.config),
+    }
     return judge(launched.trace)
 
 

@@ -255,9 +255,11 @@ class _Checked:
             worker.submit(lambda: streams.append(_stream_of(world)))
             worker.join()
         return State(
-            threads=tuple(sorted(thread.name for thread in threading.enumerate())), streams=tuple(streams),
-            tensor_bytes=tensor_bytes, device_bytes=device_bytes,
-        )  # fmt: skip
+            threads=tuple(sorted(thread.name for thread in threading.enumerate())),
+            streams=tuple(streams),
+            tensor_bytes=tensor_bytes,
+            device_bytes=device_bytes,
+        )
 
 
 def _stream_of(world: Any) -> str:

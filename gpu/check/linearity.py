@@ -142,18 +142,24 @@ def _late_events(trace: Trace, happens: HappensBefore) -> Iterator[Problem | Non
             yield None
         else:
             yield _problem(
-                "late", wait,
+                "late",
+                wait,
                 f"{wait.point or wait.name} waits for {work.point} of ubatch {work.ubatch} too, since event "
                 f"{marker.name} was recorded after the baton had been passed",
-            )  # fmt: skip
+            )
 
 
 def _problem(kind: str, record: Record, what: str, *, point: str = "") -> Problem:
     where = f"rank {record.rank} step {record.step} layer {record.layer} ubatch {record.ubatch}"
     return Problem(
-        kind=kind, rank=record.rank, step=record.step, layer=record.layer, ubatch=record.ubatch,
-        point=point or record.point, text=f"{where}: {what}",
-    )  # fmt: skip
+        kind=kind,
+        rank=record.rank,
+        step=record.step,
+        layer=record.layer,
+        ubatch=record.ubatch,
+        point=point or record.point,
+        text=f"{where}: {what}",
+    )
 
 
 def _against_time(trace: Trace) -> Iterator[Problem | None]:

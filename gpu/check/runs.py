@@ -39,9 +39,13 @@ def check_job(setup: Setup, backend: str, graphs: str) -> Found:
     """The main job, judged as `dbo check` does, and its trace's order. `graphs`: "NONE" or "FULL"."""
     flags = setup.flags(backend) | ({"cudagraph_mode": "FULL"} if graphs == "FULL" else {})
     request = CheckRequest(
-        flags=flags, model=setup.model, steps=8, device=setup.asked_device, share_device=setup.share_device,
+        flags=flags,
+        model=setup.model,
+        steps=8,
+        device=setup.asked_device,
+        share_device=setup.share_device,
         trace=temporary(f"{backend}-{graphs}"),
-    )  # fmt: skip
+    )
     result = run_main_job(request, Quiet())
     reference, words = result.reference, [result.verdict.text]
     words.append(f"tokens {'equal' if reference.tokens_equal else 'DIFFER'}, {reference.ties} ties")
@@ -110,9 +114,12 @@ def _soak(setup: Setup, backend: str) -> Found:
     same, ties, others = map(sum, zip(*(soak.differing(a, b, dtype=job.config.dtype) for a, b in pairs), strict=True))
     first, twin = one.values[0], other.values[0]
     kinds = {
-        "split": first.split, "of them graphs": first.split_graphs, "whole": first.steps - first.split,
-        "of these graphs": first.graphs - first.split_graphs, "without a token": first.idle,
-    }  # fmt: skip
+        "split": first.split,
+        "of them graphs": first.split_graphs,
+        "whole": first.steps - first.split,
+        "of these graphs": first.graphs - first.split_graphs,
+        "without a token": first.idle,
+    }
     what = f"{first.steps} steps ({', '.join(f'{count} {name}' for name, count in kinds.items())}), "
     what += f"{same} requests the same, {ties} ties, {others} others"
     lines = [what, *(f"  WRONG: {problem}" for problem in problems)]

@@ -62,9 +62,11 @@ class Setup:
         """Flags of a configuration for a backend; the dtype is one that it carries."""
         carries_any = backend in ("nccl", "symm_copy") or not self.on_device
         return {
-            "world": "gpu", "data_parallel_size": self.ranks, "all2all_backend": backend,
+            "world": "gpu",
+            "data_parallel_size": self.ranks,
+            "all2all_backend": backend,
             "dtype": "float32" if carries_any else "bfloat16",
-        }  # fmt: skip
+        }
 
     def job(self, backend: str, *, flags: dict[str, Any] | None = None, requests: int = 6, **changes: Any) -> RankJob:
         """A job on the model: requests of many lengths, the last rank with the fewest."""
@@ -76,20 +78,24 @@ class Setup:
         model = load_model_config(folder)
         many = [self._requests(rank, requests) for rank in range(self.ranks)]
         return RankJob(
-            config=config, model_config=model, schedule=load_schedule(config.dbo_schedule), requests=many,
+            config=config,
+            model_config=model,
+            schedule=load_schedule(config.dbo_schedule),
+            requests=many,
             weights_of=FolderWeights(folder=str(folder), config=model, dtype=config.dtype),
             **({"keep_logits": True} | changes),
-        )  # fmt: skip
+        )
 
     def _requests(self, rank: int, count: int) -> Sequence[RequestSpec]:
         count -= (count // 5) * (rank == self.ranks - 1)
         return [
             RequestSpec(
-                id=f"{rank}.{i}", max_new_tokens=4 + (5 * i + rank) % 9,
+                id=f"{rank}.{i}",
+                max_new_tokens=4 + (5 * i + rank) % 9,
                 prompt_token_ids=tuple((13 * i + 5 * rank + 3 * k) % 250 for k in range(2 + (7 * i) % 23)),
             )
             for i in range(count)
-        ]  # fmt: skip
+        ]
 
 
 def temporary(name: str) -> Path:

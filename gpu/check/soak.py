@@ -113,9 +113,13 @@ def _soak(world: Any, job: RankJob) -> Soaked:
         if counts["steps"] % every == 0:
             samples.append(_sample(world, counts["steps"]))
     return Soaked(
-        tokens=tokens, margins=margins, samples=tuple(samples), set_up_s=stepping_s - begun_s,
-        steps_s=time.monotonic() - stepping_s, **counts,
-    )  # fmt: skip
+        tokens=tokens,
+        margins=margins,
+        samples=tuple(samples),
+        set_up_s=stepping_s - begun_s,
+        steps_s=time.monotonic() - stepping_s,
+        **counts,
+    )
 
 
 def _burst(step: int, rank: int, drawn: np.random.Generator) -> int:
@@ -138,10 +142,12 @@ def _sample(world: Any, step: int) -> Sample:
     device = world.device
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Sample(
-        step=step, device_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
-        host_bytes=1024 * int(status["VmRSS"].split()[0]), threads=threading.active_count() - len(world.host.workers),
+        step=step,
+        device_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+        host_bytes=1024 * int(status["VmRSS"].split()[0]),
+        threads=threading.active_count() - len(world.host.workers),
         native_threads=int(status["Threads"]),
-    )  # fmt: skip
+    )
 
 
 def differing(run: Soaked, plain: Soaked, *, dtype: str) -> tuple[int, int, int]:
@@ -180,9 +186,10 @@ def _kinds_missing(runs: list[Soaked]) -> list[str]:
     """Kinds of steps that never came: a long run of one kind says little."""
     first = runs[0]
     kinds = {
-        "was split": first.split - first.split_graphs, "was whole": first.steps - first.split,
+        "was split": first.split - first.split_graphs,
+        "was whole": first.steps - first.split,
         "left a rank idle": sum(run.idle for run in runs),
-    }  # fmt: skip
+    }
     if first.graphs:
         kinds |= {"was replayed whole": first.graphs - first.split_graphs, "was replayed split": first.split_graphs}
     return [f"no step {name}" for name, count in kinds.items() if not count]

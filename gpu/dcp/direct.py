@@ -35,9 +35,10 @@ class DeviceDirect:
         self.group = group
         dtype = getattr(torch, shape.dtype)
         layout = DirectLayout(
-            world_size=shape.size, max_rows=shape.max_rows * shape.heads // shape.size,
+            world_size=shape.size,
+            max_rows=shape.max_rows * shape.heads // shape.size,
             row_bytes=shape.head_dim * dtype.itemsize,
-        )  # fmt: skip
+        )
         tuning = tuning_beside_others(group.world.device)
         self.ends = []
         for _ in range(shape.num_ubatches):
@@ -50,15 +51,24 @@ class DeviceDirect:
         self.ends[0].prepare(out, lse, seq_lens=lens[:1], query_start_loc=lens)
 
     def reduce(
-        self, out_THD: torch.Tensor, lse_TH: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, *,
+        self,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        *,
         ubatch: int,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """`[T, H / C, D]`, the merge over all peers. Rows of the largest (u)batch fit, so there is no other way."""
         with self.group.exchange("dcp.direct", out_THD):
             merged = dcp_direct_lse_reduce(
-                out_THD, lse_TH, self.group, seq_lens=seq_lens, query_start_loc=query_start_loc,
+                out_THD,
+                lse_TH,
+                self.group,
+                seq_lens=seq_lens,
+                query_start_loc=query_start_loc,
                 exchange=self.ends[ubatch],
-            )  # fmt: skip
+            )
         assert isinstance(merged, torch.Tensor)
         return merged
 

@@ -76,11 +76,18 @@ class FusedMLAttention(MLAttention):
         """Attention in the latent space, pages read where they lie: `[T, heads, value]`; 0 in padding rows."""
         q_nope = queries[..., : self.config.qk_nope_head_dim].transpose(0, 1)
         mixed = mla_decode(
-            torch.bmm(q_nope, self.key_up), queries, kv_cache.view(-1, kv_cache.shape[-1]),
-            block_table=metadata.block_table_tensor, page_size=kv_cache.shape[1], row_requests=batch.row_queries,
-            queries_per_request=metadata.max_query_len, positions=metadata.positions, padding_rows=batch.padding_rows,
-            max_keys=metadata.max_seq_len, scale=self.scale,
-        )  # fmt: skip
+            torch.bmm(q_nope, self.key_up),
+            queries,
+            kv_cache.view(-1, kv_cache.shape[-1]),
+            block_table=metadata.block_table_tensor,
+            page_size=kv_cache.shape[1],
+            row_requests=batch.row_queries,
+            queries_per_request=metadata.max_query_len,
+            positions=metadata.positions,
+            padding_rows=batch.padding_rows,
+            max_keys=metadata.max_seq_len,
+            scale=self.scale,
+        )
         return torch.bmm(mixed, self.value_up.transpose(1, 2)).transpose(0, 1)
 
     def expanded(
@@ -97,9 +104,16 @@ class FusedMLAttention(MLAttention):
         keys, values = self.expand(cached.to(projected.queries.dtype))
         key_starts = torch.arange(0, num_reqs * num_keys + 1, num_keys, dtype=torch.int32, device=keys.device)
         return ragged_attention(
-            projected.queries, keys, values, metadata.query_start_loc, key_starts, metadata.max_query_len, num_keys,
-            self.scale, metadata.seq_lens,
-        )  # fmt: skip
+            projected.queries,
+            keys,
+            values,
+            metadata.query_start_loc,
+            key_starts,
+            metadata.max_query_len,
+            num_keys,
+            self.scale,
+            metadata.seq_lens,
+        )
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Cache rows `[S, latent + rope]` to keys `[S, heads, nope + rope]` and values `[S, heads, value]` (a view)."""
@@ -126,11 +140,19 @@ class FusedDCPAttention(DCPAttention, FusedMLAttention):
             return super().partial(torch.cat((latent_queries.transpose(0, 1), q_rope), dim=-1), cache_rows, batch)
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         mixed = mla_decode(
-            latent_queries, queries, cache_rows, block_table=metadata.block_table_tensor,
-            page_size=context.kv_caches[0].shape[1], row_requests=batch.row_queries,
-            queries_per_request=metadata.max_query_len, positions=batch.last_keys, padding_rows=batch.padding_rows,
-            max_keys=metadata.dcp_layout.max_local_len(metadata.max_seq_len), scale=self.scale, lse=lse,
-        )  # fmt: skip
+            latent_queries,
+            queries,
+            cache_rows,
+            block_table=metadata.block_table_tensor,
+            page_size=context.kv_caches[0].shape[1],
+            row_requests=batch.row_queries,
+            queries_per_request=metadata.max_query_len,
+            positions=batch.last_keys,
+            padding_rows=batch.padding_rows,
+            max_keys=metadata.dcp_layout.max_local_len(metadata.max_seq_len),
+            scale=self.scale,
+            lse=lse,
+        )
         return mixed.transpose(0, 1), lse
 
 

@@ -26,8 +26,17 @@ MOST_BLOCKS = 8
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    weights, ids, routing, places, tokens, ranks, local_experts, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+    weights,
+    ids,
+    routing,
+    places,
+    tokens,
+    ranks,
+    local_experts,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     inside = (row < tokens)[:, None] & (lane < K)[None, :]
@@ -46,7 +55,7 @@ def _route(
 @triton.jit(do_not_specialize=["rows"])
 def _unpack(
     routing, ids, weights, rows, first, local_experts, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (lane < K)[None, :]
@@ -68,9 +77,24 @@ def _part(block, places, row, column, inside, H: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _reduce(
-    b0, b1, b2, b3, b4, b5, b6, b7, places, residual, shared, out, tokens,
-    H: tl.constexpr, R: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    b0,
+    b1,
+    b2,
+    b3,
+    b4,
+    b5,
+    b6,
+    b7,
+    places,
+    residual,
+    shared,
+    out,
+    tokens,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
@@ -107,9 +131,18 @@ class TritonCopyRows(TorchCopyRows):
         places = torch.empty((ranks, tokens), dtype=torch.int64, device=topk_ids.device)
         if tokens:
             _route[(triton.cdiv(tokens, _ROWS),)](
-                topk_weights.float().contiguous(), topk_ids.contiguous(), routing, places, tokens, ranks, local_experts,
-                K=top_k, LANES=triton.next_power_of_2(top_k), ROWS=_ROWS, num_warps=1,
-            )  # fmt: skip
+                topk_weights.float().contiguous(),
+                topk_ids.contiguous(),
+                routing,
+                places,
+                tokens,
+                ranks,
+                local_experts,
+                K=top_k,
+                LANES=triton.next_power_of_2(top_k),
+                ROWS=_ROWS,
+                num_warps=1,
+            )
         return routing, places
 
     def unpack(self, routing: Tensor, first_expert: int, local_experts: int) -> tuple[Tensor, Tensor]:
@@ -118,9 +151,17 @@ class TritonCopyRows(TorchCopyRows):
         weights = torch.empty((rows, top_k), dtype=torch.float32, device=routing.device)
         if rows:
             _unpack[(triton.cdiv(rows, _ROWS),)](
-                routing, ids, weights, rows, first_expert, local_experts,
-                K=top_k, LANES=triton.next_power_of_2(top_k), ROWS=_ROWS, num_warps=1,
-            )  # fmt: skip
+                routing,
+                ids,
+                weights,
+                rows,
+                first_expert,
+                local_experts,
+                K=top_k,
+                LANES=triton.next_power_of_2(top_k),
+                ROWS=_ROWS,
+                num_warps=1,
+            )
         return ids, weights
 
     def reduce(self, blocks: Sequence[Tensor], places: Tensor) -> Tensor:
@@ -147,9 +188,18 @@ def _added(
         parts = [block.contiguous() for block in blocks] + [out] * (MOST_BLOCKS - ranks)
         block = min(_BLOCK, triton.next_power_of_2(hidden))
         _reduce[(tokens, triton.cdiv(hidden, block))](
-            *parts, places, out if residual is None else residual, out if shared is None else shared, out, tokens,
-            H=hidden, R=ranks, ADDS=residual is not None, BLOCK=block, num_warps=max(1, min(8, block // 256)),
-        )  # fmt: skip
+            *parts,
+            places,
+            out if residual is None else residual,
+            out if shared is None else shared,
+            out,
+            tokens,
+            H=hidden,
+            R=ranks,
+            ADDS=residual is not None,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+        )
     return out
 
 

@@ -32,9 +32,17 @@ def _count(ids, counts, num_pairs, LANES: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _place(
-    ids, counts, places, ends, num_pairs, num_blocks, num_local,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    ids,
+    counts,
+    places,
+    ends,
+    num_pairs,
+    num_blocks,
+    num_local,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Where each pair of this block goes: behind the smaller experts, behind its expert's earlier pairs."""
     block = tl.program_id(0)
     lane = tl.arange(0, LANES)
@@ -82,9 +90,16 @@ def _spread(x, places, rows, stride_x, H: tl.constexpr, K: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _activate(
-    gate_up, ends, active, num_rows, num_local, WIDTH: tl.constexpr, HAS_ENDS: tl.constexpr, ROWS: tl.constexpr,
+    gate_up,
+    ends,
+    active,
+    num_rows,
+    num_local,
+    WIDTH: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """silu(gate) * up of the local pairs, or of all rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
@@ -132,9 +147,18 @@ class TritonRows:
         ids = topk_ids.contiguous()
         _count[(blocks,)](ids, counts, pairs, LANES=lanes, BLOCK=block, num_warps=8)
         _place[(blocks,)](
-            ids, counts, places, ends, pairs, blocks, num_local,
-            LANES=lanes, BLOCK=block, STEP=max(1, min(128, _TILE // lanes)), num_warps=8,
-        )  # fmt: skip
+            ids,
+            counts,
+            places,
+            ends,
+            pairs,
+            blocks,
+            num_local,
+            LANES=lanes,
+            BLOCK=block,
+            STEP=max(1, min(128, _TILE // lanes)),
+            num_warps=8,
+        )
         return places, ends
 
     def spread(self, x: Tensor, places: Tensor) -> Tensor:
@@ -166,9 +190,17 @@ class TritonRows:
             per_program = max(1, 4096 // block)
             grid = (triton.cdiv(num_rows, per_program), triton.cdiv(width, block))
             _activate[grid](
-                gate_up, gate_up if ends is None else ends, active, num_rows, 0 if ends is None else ends.shape[0],
-                WIDTH=width, HAS_ENDS=ends is not None, ROWS=per_program, BLOCK=block, num_warps=4,
-            )  # fmt: skip
+                gate_up,
+                gate_up if ends is None else ends,
+                active,
+                num_rows,
+                0 if ends is None else ends.shape[0],
+                WIDTH=width,
+                HAS_ENDS=ends is not None,
+                ROWS=per_program,
+                BLOCK=block,
+                num_warps=4,
+            )
         return active
 
     def gate_up(self, rows: Tensor, weights_LGH: Tensor, ends: Tensor) -> Tensor:

@@ -49,9 +49,19 @@ def _gated(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    rows, weights, active, ends, num_local, slots, hidden,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    rows,
+    weights,
+    active,
+    ends,
+    num_local,
+    slots,
+    hidden,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     expert, first, stop = _find(ends, tl.program_id(1), num_local, slots, LANES, BLOCK_M)
     if expert < num_local:
         column = tl.program_id(0) * BLOCK_N
@@ -71,10 +81,21 @@ def _gate_up(
 
 @triton.jit
 def _gathered_gate_up(
-    x, sources, weights, active, ends, num_local, hidden, stride_x,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x,
+    sources,
+    weights,
+    active,
+    ends,
+    num_local,
+    hidden,
+    stride_x,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """As `_gate_up`, with rows taken from where they are: row i of the groups is row `sources[i]` of `x`."""
     expert, first, stop = _find(ends, tl.program_id(1), num_local, 0, LANES, BLOCK_M)
     if expert < num_local:
@@ -102,9 +123,19 @@ def _gathered_gate_up(
 
 @triton.jit
 def _down(
-    rows, weights, out, ends, num_local, slots, width,
-    HIDDEN: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    rows,
+    weights,
+    out,
+    ends,
+    num_local,
+    slots,
+    width,
+    HIDDEN: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     expert, first, stop = _find(ends, tl.program_id(1), num_local, slots, LANES, BLOCK_M)
     if expert < num_local:
         column = tl.program_id(0) * BLOCK_N
@@ -171,9 +202,16 @@ def gate_up(rows: Tensor, weights_LGH: Tensor, ends: Tensor, tile: Tile | None =
     if pairs:
         tile = tile or GATE_UP[tile_rows(pairs, num_local, slots)]
         _gate_up[_grid(pairs, num_local, width, tile)](
-            _blocks(rows, tile.rows, tile.depth), _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth),
-            active, ends, num_local, slots, hidden, WIDTH=width, **_constants(num_local, tile),
-        )  # fmt: skip
+            _blocks(rows, tile.rows, tile.depth),
+            _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth),
+            active,
+            ends,
+            num_local,
+            slots,
+            hidden,
+            WIDTH=width,
+            **_constants(num_local, tile),
+        )
     return active
 
 
@@ -185,9 +223,18 @@ def gathered_gate_up(x: Tensor, sources: Tensor, weights_LGH: Tensor, ends: Tens
     if pairs:
         tile = tile or (NARROW if width <= 64 else GATHERED)[tile_rows(pairs, num_local)]
         _gathered_gate_up[_grid(pairs, num_local, width, tile)](
-            x, sources, _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth), active, ends, num_local, hidden,
-            x.stride(0), WIDTH=width, EVEN=hidden % tile.depth == 0, **_constants(num_local, tile),
-        )  # fmt: skip
+            x,
+            sources,
+            _blocks(weights_LGH.view(-1, hidden), tile.columns, tile.depth),
+            active,
+            ends,
+            num_local,
+            hidden,
+            x.stride(0),
+            WIDTH=width,
+            EVEN=hidden % tile.depth == 0,
+            **_constants(num_local, tile),
+        )
     return active
 
 
@@ -198,9 +245,16 @@ def down(rows: Tensor, weights_LIH: Tensor, ends: Tensor, tile: Tile | None = No
     if pairs:
         tile = tile or DOWN[tile_rows(pairs, num_local, slots)]
         _down[_grid(pairs, num_local, hidden, tile)](
-            _blocks(rows, tile.rows, tile.depth), _blocks(weights_LIH.view(-1, hidden), tile.depth, tile.columns),
-            out, ends, num_local, slots, width, HIDDEN=hidden, **_constants(num_local, tile),
-        )  # fmt: skip
+            _blocks(rows, tile.rows, tile.depth),
+            _blocks(weights_LIH.view(-1, hidden), tile.depth, tile.columns),
+            out,
+            ends,
+            num_local,
+            slots,
+            width,
+            HIDDEN=hidden,
+            **_constants(num_local, tile),
+        )
     return out
 
 
@@ -215,6 +269,10 @@ def _grid(pairs: int, num_local: int, columns: int, tile: Tile) -> tuple[int, in
 
 def _constants(num_local: int, tile: Tile) -> dict[str, int]:
     return {
-        "LANES": max(16, triton.next_power_of_2(num_local)), "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+        "LANES": max(16, triton.next_power_of_2(num_local)),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -66,9 +66,16 @@ def add_rms_norm(
     if x.numel():
         block = triton.next_power_of_2(hidden)
         _add_norm[(x.numel() // hidden,)](
-            residual.contiguous(), x.contiguous(), weight, total, out, eps, H=hidden, BLOCK=block,
+            residual.contiguous(),
+            x.contiguous(),
+            weight,
+            total,
+            out,
+            eps,
+            H=hidden,
+            BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
-        )  # fmt: skip
+        )
     return total, out
 
 
@@ -92,9 +99,14 @@ def add_three(residual: Tensor, routed: Tensor, shared: Tensor) -> Tensor:
     if out.numel():
         block = min(2048, triton.next_power_of_2(hidden))
         _add_three[(out.numel() // hidden, triton.cdiv(hidden, block))](
-            residual.contiguous(), routed.contiguous(), shared.contiguous(), out, H=hidden, BLOCK=block,
+            residual.contiguous(),
+            routed.contiguous(),
+            shared.contiguous(),
+            out,
+            H=hidden,
+            BLOCK=block,
             num_warps=max(1, block // 512),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -109,10 +121,23 @@ def _turned(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _finish(
-    mixed, queries, latents, weight, cos, sin, stride_mixed, stride_queries, eps,
-    LATENT: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr,
-    LATENT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    queries,
+    latents,
+    weight,
+    cos,
+    sin,
+    stride_mixed,
+    stride_queries,
+    eps,
+    LATENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     source = mixed + row * stride_mixed
     target = latents + row * (LATENT + 2 * PAIRS)
@@ -160,19 +185,43 @@ def finish_projection(
     if num_rows:
         power = triton.next_power_of_2
         _finish[(num_rows,)](
-            mixed, queries, latents, norm_weight, cos.contiguous(), sin.contiguous(), mixed.stride(0), queries.stride(0),
-            eps, LATENT=latent, PAIRS=pairs, HEADS=heads, NOPE=width - 2 * pairs,
-            LATENT_BLOCK=power(latent), PAIR_BLOCK=power(pairs), HEAD_BLOCK=power(heads), num_warps=4,
-        )  # fmt: skip
+            mixed,
+            queries,
+            latents,
+            norm_weight,
+            cos.contiguous(),
+            sin.contiguous(),
+            mixed.stride(0),
+            queries.stride(0),
+            eps,
+            LATENT=latent,
+            PAIRS=pairs,
+            HEADS=heads,
+            NOPE=width - 2 * pairs,
+            LATENT_BLOCK=power(latent),
+            PAIR_BLOCK=power(pairs),
+            HEAD_BLOCK=power(heads),
+            num_warps=4,
+        )
     return latents
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _keys(
-    both, latents, keys, num_rows, stride_latents,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
-    ROWS: tl.constexpr, NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    both,
+    latents,
+    keys,
+    num_rows,
+    stride_latents,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    NOPE_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+):
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = flat // HEADS
     live = (row < num_rows)[:, None]
@@ -192,10 +241,21 @@ def expanded_keys(both: Tensor, latents: Tensor, *, heads: int, nope: int, laten
     if num_rows:
         rows = 32
         _keys[(triton.cdiv(num_rows * heads, rows),)](
-            both, latents, keys, num_rows, latents.stride(0), HEADS=heads, NOPE=nope, ROPE=rope,
-            VALUE=both.shape[1] // heads - nope, LATENT=latent, ROWS=rows,
-            NOPE_BLOCK=triton.next_power_of_2(nope), ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4,
-        )  # fmt: skip
+            both,
+            latents,
+            keys,
+            num_rows,
+            latents.stride(0),
+            HEADS=heads,
+            NOPE=nope,
+            ROPE=rope,
+            VALUE=both.shape[1] // heads - nope,
+            LATENT=latent,
+            ROWS=rows,
+            NOPE_BLOCK=triton.next_power_of_2(nope),
+            ROPE_BLOCK=triton.next_power_of_2(rope),
+            num_warps=4,
+        )
     return keys
 
 
@@ -221,9 +281,17 @@ def clear_padding_(x: Tensor, padding_rows: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits, padding, weights, ids, num_rows, scaling, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    logits,
+    padding,
+    weights,
+    ids,
+    num_rows,
+    scaling,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Softmax over the experts, then the best one K times; the first of equal ones."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
@@ -252,9 +320,18 @@ def route(logits: Tensor, padding_rows: Tensor, top_k: int, scaling: float) -> t
         lanes = max(2, triton.next_power_of_2(experts))
         rows = max(1, 512 // lanes)
         _route[(triton.cdiv(num_rows, rows),)](
-            logits.contiguous(), padding_rows.contiguous().view(torch.uint8), weights, ids, num_rows, scaling,
-            E=experts, K=top_k, ROWS=rows, LANES=lanes, num_warps=4,
-        )  # fmt: skip
+            logits.contiguous(),
+            padding_rows.contiguous().view(torch.uint8),
+            weights,
+            ids,
+            num_rows,
+            scaling,
+            E=experts,
+            K=top_k,
+            ROWS=rows,
+            LANES=lanes,
+            num_warps=4,
+        )
     return weights, ids
 
 

@@ -23,13 +23,37 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _attend(
-    latent_queries, queries, cache, table, row_requests, positions, padding, parts, lses, out, whole,
-    queries_per_request, scale_log2, stride_latent_head, stride_latent_row, stride_query_row, stride_table,
-    stride_out_head, stride_out_row,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, WITH_LSE: tl.constexpr,
-):  # fmt: skip
+    latent_queries,
+    queries,
+    cache,
+    table,
+    row_requests,
+    positions,
+    padding,
+    parts,
+    lses,
+    out,
+    whole,
+    queries_per_request,
+    scale_log2,
+    stride_latent_head,
+    stride_latent_row,
+    stride_query_row,
+    stride_table,
+    stride_out_head,
+    stride_out_row,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -47,12 +71,14 @@ def _attend(
     turn_real = turn < ROPE
     q = tl.load(
         latent_queries + head[:, None] * stride_latent_head + row * stride_latent_row + lane[None, :],
-        mask=real[:, None] & lane_real[None, :], other=0.0,
-    )  # fmt: skip
+        mask=real[:, None] & lane_real[None, :],
+        other=0.0,
+    )
     q_rope = tl.load(
         queries + row * stride_query_row + head[:, None] * (NOPE + ROPE) + NOPE + turn[None, :],
-        mask=real[:, None] & turn_real[None, :], other=0.0,
-    )  # fmt: skip
+        mask=real[:, None] & turn_real[None, :],
+        other=0.0,
+    )
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, LATENT_BLOCK], tl.float32)
@@ -94,9 +120,18 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, lses, out, whole, stride_head, stride_row,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, LATENT_BLOCK: tl.constexpr, WITH_LSE: tl.constexpr,
-):  # fmt: skip
+    parts,
+    lses,
+    out,
+    whole,
+    stride_head,
+    stride_row,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lane = tl.arange(0, LATENT_BLOCK)
@@ -180,19 +215,53 @@ def mla_decode(
     lses = torch.empty((num_rows, splits, heads), dtype=torch.float32, device=queries.device)
     power = triton.next_power_of_2
     _attend[(num_rows, splits, head_blocks)](
-        latent_queries, queries, cache_rows, block_table, row_requests, positions,
-        padding_rows.contiguous().view(torch.uint8), parts, lses, out, lses if lse is None else lse, queries_per_request,
+        latent_queries,
+        queries,
+        cache_rows,
+        block_table,
+        row_requests,
+        positions,
+        padding_rows.contiguous().view(torch.uint8),
+        parts,
+        lses,
+        out,
+        lses if lse is None else lse,
+        queries_per_request,
         scale * 1.4426950408889634,
-        latent_queries.stride(0), latent_queries.stride(1), queries.stride(0), block_table.stride(0),
-        out.stride(0), out.stride(1),
-        HEADS=heads, LATENT=latent, NOPE=width - rope, ROPE=rope, PAGE=page_size, SPLITS=splits,
-        LATENT_BLOCK=power(latent), ROPE_BLOCK=max(16, power(rope)), BLOCK_H=_HEADS, BLOCK_N=tuning.block_keys,
-        WITH_LSE=lse is not None, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
-    )  # fmt: skip
+        latent_queries.stride(0),
+        latent_queries.stride(1),
+        queries.stride(0),
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        LATENT=latent,
+        NOPE=width - rope,
+        ROPE=rope,
+        PAGE=page_size,
+        SPLITS=splits,
+        LATENT_BLOCK=power(latent),
+        ROPE_BLOCK=max(16, power(rope)),
+        BLOCK_H=_HEADS,
+        BLOCK_N=tuning.block_keys,
+        WITH_LSE=lse is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
     if splits == 1:
         return out
     _merge[(num_rows, heads)](
-        parts, lses, out, lses if lse is None else lse, out.stride(0), out.stride(1),
-        HEADS=heads, LATENT=latent, SPLITS=splits, LATENT_BLOCK=power(latent), WITH_LSE=lse is not None, num_warps=4,
-    )  # fmt: skip
+        parts,
+        lses,
+        out,
+        lses if lse is None else lse,
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        LATENT=latent,
+        SPLITS=splits,
+        LATENT_BLOCK=power(latent),
+        WITH_LSE=lse is not None,
+        num_warps=4,
+    )
     return out

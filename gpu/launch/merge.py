@@ -83,10 +83,23 @@ def _global(
         if number is not None:
             after.append(number)
     return Record(
-        record.id * stride + rank, rank, record.line, record.kind, record.name, record.t_us, record.dur_us, record.step,
-        record.layer, record.ubatch, record.point, tuple(sorted(set(after))), buffers(rank, record.reads),
-        buffers(rank, record.writes), record.src, record.attrs,
-    )  # fmt: skip
+        record.id * stride + rank,
+        rank,
+        record.line,
+        record.kind,
+        record.name,
+        record.t_us,
+        record.dur_us,
+        record.step,
+        record.layer,
+        record.ubatch,
+        record.point,
+        tuple(sorted(set(after))),
+        buffers(rank, record.reads),
+        buffers(rank, record.writes),
+        record.src,
+        record.attrs,
+    )
 
 
 def _emit(
@@ -111,9 +124,17 @@ def _emit(
                 members = [a % len(rows) for a in arrivals[id]]
                 some = {"members": members} if len(members) < len(rows) else {}
                 trace.records.append(
-                    Record(id, -1, group, "meet", f"{group}#{index}", t_us=t_us, after=tuple(arrivals[id]),
-                           attrs={"group": group, "index": index, **some})
-                )  # fmt: skip
+                    Record(
+                        id,
+                        -1,
+                        group,
+                        "meet",
+                        f"{group}#{index}",
+                        t_us=t_us,
+                        after=tuple(arrivals[id]),
+                        attrs={"group": group, "index": index, **some},
+                    )
+                )
                 done.add(id)
         record.after = tuple(id for id in record.after if id in done)
         done.add(record.id)

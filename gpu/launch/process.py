@@ -113,11 +113,15 @@ def run(spec: RankSpec, watched: board.Board | None, store: Any) -> Left:
     try:
         device = pick_device(spec)
         world = GpuWorld(
-            rank=spec.rank, size=spec.ranks, device=device, groups=make_groups(spec, device, store), board=watched,
+            rank=spec.rank,
+            size=spec.ranks,
+            device=device,
+            groups=make_groups(spec, device, store),
+            board=watched,
             keep_trace=spec.trace,
             shared=spec.share_device and spec.ranks > 1,
             vehicle=spec.vehicle,
-        )  # fmt: skip
+        )
         left.records, left.buffers, left.meets = world.trace.records, world.trace.buffers, world.trace.meets
         _answer_dump_requests(spec, left)
         if watched is not None:

@@ -22,9 +22,17 @@ _RUNS = 0
 
 
 def launch_here(
-    program: Callable[[Any], Any], *, ranks: int, device: str, share_device: bool, trace: bool, timeout_s: float,
-    stall_s: float, slow_s: float | None, vehicle: str,
-) -> Any:  # fmt: skip
+    program: Callable[[Any], Any],
+    *,
+    ranks: int,
+    device: str,
+    share_device: bool,
+    trace: bool,
+    timeout_s: float,
+    stall_s: float,
+    slow_s: float | None,
+    vehicle: str,
+) -> Any:
     """Run `program(world)` on this rank and gather what all ranks left.
 
     Raises:
@@ -37,9 +45,16 @@ def launch_here(
     rank = int(os.environ["RANK"])
     folder = _folder(rank)
     spec = RankSpec(
-        rank=rank, ranks=ranks, folder=folder, program=dumps(program), device=device, share_device=share_device,
-        trace=trace, vehicle=vehicle, timeout_s=timeout_s,
-    )  # fmt: skip
+        rank=rank,
+        ranks=ranks,
+        folder=folder,
+        program=dumps(program),
+        device=device,
+        share_device=share_device,
+        trace=trace,
+        vehicle=vehicle,
+        timeout_s=timeout_s,
+    )
     pick_device(spec)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -99,6 +114,10 @@ def _collect(parts: list[Left], device: str, share_device: bool) -> Any:
     complete = all(part.error is None for part in parts)
     meta = {"world": "gpu", "ranks": len(parts), "mode": "numeric", "complete": complete, "device": device}
     return Launched(
-        trace=merge(parts, meta), values=[part.value for part in parts], errors=[part.error for part in parts],
-        exit_codes=[0 if part.error is None else 1 for part in parts], device=device, shared=share_device,
-    )  # fmt: skip
+        trace=merge(parts, meta),
+        values=[part.value for part in parts],
+        errors=[part.error for part in parts],
+        exit_codes=[0 if part.error is None else 1 for part in parts],
+        device=device,
+        shared=share_device,
+    )

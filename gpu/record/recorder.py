@@ -177,9 +177,19 @@ class Recorder:
             return -1
         step, layer, ubatch, point = task.tags
         record = Record(
-            next(self._ids), self.rank, task.line, kind, name, t_us=now_us(), step=step, layer=layer, ubatch=ubatch,
-            point=point, after=tuple(task.after), attrs=attrs,
-        )  # fmt: skip
+            next(self._ids),
+            self.rank,
+            task.line,
+            kind,
+            name,
+            t_us=now_us(),
+            step=step,
+            layer=layer,
+            ubatch=ubatch,
+            point=point,
+            after=tuple(task.after),
+            attrs=attrs,
+        )
         task.after = []
         task.last = record.id
         self.records.append(record)
@@ -238,9 +248,15 @@ class Recorder:
             self._end(visit)
 
     def device(
-        self, kind: str, name: str, *, attrs: dict[str, Any], after: tuple[int, ...] = (), stream: Any = None,
+        self,
+        kind: str,
+        name: str,
+        *,
+        attrs: dict[str, Any],
+        after: tuple[int, ...] = (),
+        stream: Any = None,
         writes: tuple[Access, ...] = (),
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         """A record on a stream's line (default: the current one); it takes no time unless `timed` says so."""
         task = self.task
         self.end_visit(task)
@@ -251,9 +267,14 @@ class Recorder:
         return record
 
     def timed_device(
-        self, kind: str, name: str, *, attrs: dict[str, Any], after: tuple[int, ...] = (),
+        self,
+        kind: str,
+        name: str,
+        *,
+        attrs: dict[str, Any],
+        after: tuple[int, ...] = (),
         writes: tuple[Access, ...] = (),
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         """A record for what the line launches next at its point; it ends as a visit does."""
         task = self.task
         self.end_visit(task)
@@ -342,10 +363,19 @@ class Recorder:
             after = [ids[id] for id in old.after if id in ids]
             after += [self._meet_again(id, captured, counters) for id in old.after if id < 0]
             new = Record(
-                ids[old.id], self.rank, old.line, old.kind, old.name, step=step, layer=old.layer, ubatch=old.ubatch,
-                point=old.point, after=(task.last, *after) if task.last >= 0 else tuple(after), writes=old.writes,
+                ids[old.id],
+                self.rank,
+                old.line,
+                old.kind,
+                old.name,
+                step=step,
+                layer=old.layer,
+                ubatch=old.ubatch,
+                point=old.point,
+                after=(task.last, *after) if task.last >= 0 else tuple(after),
+                writes=old.writes,
                 attrs=attrs,
-            )  # fmt: skip
+            )
             self._append(new)
             done.append(Replayed(new, old))
         return done
@@ -362,18 +392,32 @@ class Recorder:
         self._tails[record.line] = record.id
 
     def _device(
-        self, kind: str, name: str, task: HostTask, attrs: dict[str, Any] | None = None, after: tuple[int, ...] = (),
+        self,
+        kind: str,
+        name: str,
+        task: HostTask,
+        attrs: dict[str, Any] | None = None,
+        after: tuple[int, ...] = (),
         stream: Any = None,
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         if not self.keeps:
             return _UNKEPT
         stream = stream or task.stream
         step, layer, ubatch, point = task.tags
         issuer = (task.last,) if task.last >= 0 else ()
         record = Record(
-            next(self._ids), self.rank, stream.name, kind, name, step=step, layer=layer, ubatch=ubatch, point=point,
-            after=(*issuer, *task.after, *after), attrs=attrs or {},
-        )  # fmt: skip
+            next(self._ids),
+            self.rank,
+            stream.name,
+            kind,
+            name,
+            step=step,
+            layer=layer,
+            ubatch=ubatch,
+            point=point,
+            after=(*issuer, *task.after, *after),
+            attrs=attrs or {},
+        )
         times = self._times if self.capture is None else self.capture.times
         times[record.id] = Time(stream, self._stamp(stream))
         return record

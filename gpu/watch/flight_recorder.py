@@ -192,19 +192,39 @@ class RankBoard:
         _RANK.pack_into(self._memory, self._base, pid, state)
 
     def write(
-        self, line: int, tags: tuple[int, int, int, str], yields: int, played: int, state: int = BUSY, what: str = "",
-        group: str = "", index: int = -1, own: tuple[int, str] = (-1, ""),
-    ) -> None:  # fmt: skip
+        self,
+        line: int,
+        tags: tuple[int, int, int, str],
+        yields: int,
+        played: int,
+        state: int = BUSY,
+        what: str = "",
+        group: str = "",
+        index: int = -1,
+        own: tuple[int, str] = (-1, ""),
+    ) -> None:
         """Where host line number `line` stands, and what it waits for."""
         group = log_of(group)
         self._counts[line] += 1
         step, layer, ubatch, point = tags
         own_layer, own_point = own
         _LINE.pack_into(
-            self._memory, self._base + _LINES_AT + line * _LINE.size, self._counts[line], step, layer, ubatch, yields,
-            played, state, point.encode()[:16], what.encode()[:48], group.encode()[:16], index, own_layer,
+            self._memory,
+            self._base + _LINES_AT + line * _LINE.size,
+            self._counts[line],
+            step,
+            layer,
+            ubatch,
+            yields,
+            played,
+            state,
+            point.encode()[:16],
+            what.encode()[:48],
+            group.encode()[:16],
+            index,
+            own_layer,
             own_point.encode()[:16],
-        )  # fmt: skip
+        )
 
     def goes_on(self, line: int) -> None:
         """The line waits no longer."""
@@ -265,10 +285,23 @@ class RankBoard:
             )
             if state != UNUSED:
                 found.append(
-                    Line(name=name, seq=seq, step=step, layer=layer, ubatch=ubatch, yields=yields, played=played,
-                         state=state, point=_text(point), what=_WORDS.get(state) or _text(what), group=_text(group),
-                         index=index, own_layer=own_layer, own_point=_text(own_point))
-                )  # fmt: skip
+                    Line(
+                        name=name,
+                        seq=seq,
+                        step=step,
+                        layer=layer,
+                        ubatch=ubatch,
+                        yields=yields,
+                        played=played,
+                        state=state,
+                        point=_text(point),
+                        what=_WORDS.get(state) or _text(what),
+                        group=_text(group),
+                        index=index,
+                        own_layer=own_layer,
+                        own_point=_text(own_point),
+                    )
+                )
         return found
 
     def dcp_members(self) -> tuple[int, ...]:

@@ -24,8 +24,10 @@ def waiters_of(watched: Board) -> tuple[list[Waiter], list[Node]]:
     logs = {rank: {group: part.entries(group) for group in GROUPS} for rank, part in watched.parts()}
     waiters = [
         _waiter(rank, line, lines, _as_seen_by(rank, logs, watched))
-        for rank, own in lines.items() for line in own if line.waits
-    ]  # fmt: skip
+        for rank, own in lines.items()
+        for line in own
+        if line.waits
+    ]
     running = [(rank, line.name) for rank, own in lines.items() for line in own if line.state == board.BUSY]
     running += [(rank, "main") for rank, own in lines.items() if not own]
     running += [need for waiter in waiters for need in waiter.needs if need[1] in GROUPS]
@@ -74,10 +76,20 @@ def _waiter(
             needs = [n for n in needs if n not in joining]
     needs += [(r, _line_of(r, lines)) for r in missing]
     return Waiter(
-        rank=rank, line=line.name, what=line.what, needs=tuple(needs), any_of=line.state == board.BATON,
-        ubatch=line.ubatch, point=line.point, layer=line.layer, step=line.step, group=group, index=index,
-        missing=missing, mismatch=mismatch,
-    )  # fmt: skip
+        rank=rank,
+        line=line.name,
+        what=line.what,
+        needs=tuple(needs),
+        any_of=line.state == board.BATON,
+        ubatch=line.ubatch,
+        point=line.point,
+        layer=line.layer,
+        step=line.step,
+        group=group,
+        index=index,
+        missing=missing,
+        mismatch=mismatch,
+    )
 
 
 def _lives(part: board.RankBoard) -> bool:
@@ -160,7 +172,7 @@ def differing_exchange(watched: Board, agreed: dict[str, int] | None = None) -> 
 
 def _blame(
     group: str, index: int, came: dict[int, Entry], logs: dict[int, dict[int, Entry]], lines: dict[int, list[Line]]
-) -> Differing:  # fmt: skip
+) -> Differing:
     """Who skipped: a rank that stands beyond an exchange that a peer is in, and never came to it."""
     shown = ", ".join(f"rank {r} at {_show(entry)}" for r, entry in came.items())
     for entry in came.values():

@@ -131,9 +131,14 @@ def _trouble(watched: Board, agreed: dict[str, int]) -> Report | None:
 def _differing(found: Differing) -> Report:
     entry = found.entry
     return Report(
-        reason="differing", rank=found.rank, ubatch=entry.ubatch, point=entry.point, step=entry.step, layer=entry.layer,
+        reason="differing",
+        rank=found.rank,
+        ubatch=entry.ubatch,
+        point=entry.point,
+        step=entry.step,
+        layer=entry.layer,
         text=found.text,
-    )  # fmt: skip
+    )
 
 
 def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> Report | None:
@@ -149,9 +154,14 @@ def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> R
     first = core[0]
     rank = missing[0] if missing else first.rank
     return Report(
-        reason="stalled", text=text, rank=rank, ubatch=first.ubatch, point=first.point, step=first.step,
+        reason="stalled",
+        text=text,
+        rank=rank,
+        ubatch=first.ubatch,
+        point=first.point,
+        step=first.step,
         layer=first.layer,
-    )  # fmt: skip
+    )
 
 
 def _slow(watched: Board, waiters: list[Waiter], running: list[Node]) -> Report:

@@ -47,9 +47,13 @@ class LibraryCall:
     """One call: opened before it launches anything, closed with the arrays that it touched."""
 
     def __init__(
-        self, world: SimWorld, *, previous_event: EventOverlap | EventHandle | None, asynchronous: bool,
+        self,
+        world: SimWorld,
+        *,
+        previous_event: EventOverlap | EventHandle | None,
+        asynchronous: bool,
         allocate_on_comm_stream: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world = world
         self.caller = world.current_stream()
         self.asynchronous = asynchronous

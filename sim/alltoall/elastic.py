@@ -76,11 +76,21 @@ class ElasticBuffer:
         return EventHandle(self.world)
 
     def dispatch(
-        self, x: Any, topk_idx: Any = None, topk_weights: Any = None, *, num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None, expert_alignment: int | None = None, num_sms: int = 0,
-        previous_event: EventHandle | None = None, async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False, do_cpu_sync: bool | None = None, do_expand: bool = False,
-    ) -> tuple[Any, Any, Any, EPHandle, EventOverlap]:  # fmt: skip
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        previous_event: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+    ) -> tuple[Any, Any, Any, EPHandle, EventOverlap]:
         """Rows of `x` `[T, H]` to the ranks of their experts: (x `[N, H]`, local ids `[N, K]`, weights, handle, event).
 
         With CPU sync (the default) N is what comes. Without, N = R * `num_max_tokens_per_rank`, and rows past the running
@@ -120,16 +130,29 @@ class ElasticBuffer:
         self._epilogue("dispatch", (ends,), made, payload.receive(*made, clean=False))
         aligned = [_aligned(sum(n), expert_alignment or 1) for n in zip(*arrived.per_expert, strict=True)]
         handle = EPHandle(
-            tokens=x.shape[0], topk=topk, num_sms=sms, num_recv_tokens=rows, source=source, token=token,
-            psum_num_recv_tokens_per_scaleup_rank=ends, num_recv_tokens_per_expert_list=aligned if sync else [],
-        )  # fmt: skip
+            tokens=x.shape[0],
+            topk=topk,
+            num_sms=sms,
+            num_recv_tokens=rows,
+            source=source,
+            token=token,
+            psum_num_recv_tokens_per_scaleup_rank=ends,
+            num_recv_tokens_per_expert_list=aligned if sync else [],
+        )
         return out, ids, weights, handle, call.close((*read, *made, ends))
 
     def combine(
-        self, x: Any, handle: EPHandle, topk_weights: Any = None, bias: Any = None, *, num_sms: int = 0,
-        previous_event: EventHandle | None = None, async_with_compute_stream: bool = False,
+        self,
+        x: Any,
+        handle: EPHandle,
+        topk_weights: Any = None,
+        bias: Any = None,
+        *,
+        num_sms: int = 0,
+        previous_event: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, None, EventOverlap]:  # fmt: skip
+    ) -> tuple[Any, None, EventOverlap]:
         """Results `[N, H]` back to their ranks, added up without weights: (`[T, H]`, None, event)."""
         if topk_weights is not None or bias is not None:
             rule = "the simulated combine adds rows up, no more"
@@ -152,21 +175,36 @@ class ElasticBuffer:
             rule = "previous_event means that compute has gone on, so outputs are made on the comm stream"
             raise ConfigError(refusal(rule, "pass allocate_on_comm_stream=True", allocate_on_comm_stream=False))
         return LibraryCall(
-            self.world, previous_event=previous_event, asynchronous=asynchronous,
+            self.world,
+            previous_event=previous_event,
+            asynchronous=asynchronous,
             allocate_on_comm_stream=allocate_on_comm_stream,
-        )  # fmt: skip
+        )
 
     def _collective(
-        self, op: str, x: Any, member: _Member, reads: tuple[Any, ...], writes: tuple[Any, ...], sms: int,
-        arrived: _Arrivals, write_ends: Callable[[list[int]], None] | None, agreed: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        op: str,
+        x: Any,
+        member: _Member,
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
+        sms: int,
+        arrived: _Arrivals,
+        write_ends: Callable[[list[int]], None] | None,
+        agreed: tuple[int, ...] = (),
+    ) -> None:
         """The kernel's first part: all ranks are there, counts are told. `agreed` are numbers that ranks must call with."""
         access = self.world.tensors.access
         self.group.exchange(
-            op, signature=([x.shape[1], *agreed], self.payload.dtype_of(x)), value=member, reads=tuple(map(access, reads)),
-            writes=tuple(map(access, writes)), duration_us=self.world.cost.elastic_notify_us,
-            connect=arrived.connect(write_ends), sms=sms,
-        )  # fmt: skip
+            op,
+            signature=([x.shape[1], *agreed], self.payload.dtype_of(x)),
+            value=member,
+            reads=tuple(map(access, reads)),
+            writes=tuple(map(access, writes)),
+            duration_us=self.world.cost.elastic_notify_us,
+            connect=arrived.connect(write_ends),
+            sms=sms,
+        )
 
     def _fill(self, op: str, reads: tuple[Any, ...], sms: int, nbytes: int, arrived: _Arrivals) -> None:
         """The rest of it: rows arrive in the process's receive buffer."""
@@ -179,10 +217,18 @@ class ElasticBuffer:
             self._held = list(taken)
 
         world.comm.launch(
-            "exchange", op, duration_us=world.cost.elastic(nbytes, sms), reads=tuple(map(world.tensors.access, reads)),
-            writes=(self._buffer(),), run=begin, finish=end, src=world.source(),
-            attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}}, takes_sms=sms, frees_sms=sms,
-        )  # fmt: skip
+            "exchange",
+            op,
+            duration_us=world.cost.elastic(nbytes, sms),
+            reads=tuple(map(world.tensors.access, reads)),
+            writes=(self._buffer(),),
+            run=begin,
+            finish=end,
+            src=world.source(),
+            attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}},
+            takes_sms=sms,
+            frees_sms=sms,
+        )
 
     def _epilogue(
         self, op: str, reads: tuple[Any, ...], writes: tuple[Any, ...], deliver: Callable[[list[Any]], None]
@@ -192,11 +238,15 @@ class ElasticBuffer:
         written = tuple(map(access, writes))
         nbytes = sum(_size(a) for a in written)
         world.comm.launch(
-            "op", f"{op}_epilogue", duration_us=world.cost.kernel(2 * nbytes),
-            reads=(self._buffer(), *map(access, reads)), writes=tuple(a for a in written if _size(a)),
-            run=lambda: deliver(self._held), src=world.source(),
+            "op",
+            f"{op}_epilogue",
+            duration_us=world.cost.kernel(2 * nbytes),
+            reads=(self._buffer(), *map(access, reads)),
+            writes=tuple(a for a in written if _size(a)),
+            run=lambda: deliver(self._held),
+            src=world.source(),
             attrs={"expects": {str(self.receive_buffer): self._tag(op)}},
-        )  # fmt: skip
+        )
 
     def _buffer(self) -> Access:
         return Access.interval(self.receive_buffer, 0, BUFFER_BYTES)

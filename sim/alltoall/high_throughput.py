@@ -75,9 +75,13 @@ class HighThroughputBuffer:
         return EventOverlap(EventHandle(self.world))
 
     def get_dispatch_layout(
-        self, topk_idx: Any, num_experts: int, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        self,
+        topk_idx: Any,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, None, Any, Any, EventOverlap]:  # fmt: skip
+    ) -> tuple[Any, None, Any, Any, EventOverlap]:
         """Counts of ids `[T, K]`: (tokens per rank `[R]`, None, per expert `[E]`, in_rank `[T, R]` bool, event)."""
         world, payload, access = self.world, self.payload, self.world.tensors.access
         call = self._open(previous_event, async_finish, allocate_on_comm_stream)
@@ -87,17 +91,33 @@ class HighThroughputBuffer:
             in_rank = payload.empty((topk_idx.shape[0], world.size), "bool", "is_token_in_rank")
         made = (per_rank, per_expert, in_rank)
         world.comm.launch(
-            "op", "dispatch_layout", duration_us=world.cost.kernel_us, reads=(access(topk_idx),),
-            writes=tuple(map(access, made)), run=payload.layout(topk_idx, *made), src=world.source(),
-        )  # fmt: skip
+            "op",
+            "dispatch_layout",
+            duration_us=world.cost.kernel_us,
+            reads=(access(topk_idx),),
+            writes=tuple(map(access, made)),
+            run=payload.layout(topk_idx, *made),
+            src=world.source(),
+        )
         return per_rank, None, per_expert, in_rank, call.close((topk_idx, *made))
 
     def dispatch(
-        self, x: Any, handle: Any = None, num_tokens_per_rank: Any = None, num_tokens_per_rdma_rank: Any = None,
-        is_token_in_rank: Any = None, num_tokens_per_expert: Any = None, topk_idx: Any = None,
-        topk_weights: Any = None, expert_alignment: int = 1, num_worst_tokens: int = 0, config: Any = None,
-        previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, Any, Any, list[int], DispatchHandle, EventOverlap]:  # fmt: skip
+        self,
+        x: Any,
+        handle: Any = None,
+        num_tokens_per_rank: Any = None,
+        num_tokens_per_rdma_rank: Any = None,
+        is_token_in_rank: Any = None,
+        num_tokens_per_expert: Any = None,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Any = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Any, Any, list[int], DispatchHandle, EventOverlap]:
         """Rows of `x` `[T, H]` to the ranks of their experts.
 
         Returns:
@@ -114,10 +134,14 @@ class HighThroughputBuffer:
         member = payload.counts(topk_idx, num_tokens_per_rank, num_tokens_per_expert)
         with call.on_comm():
             self._exchange(
-                "notify_dispatch", ([num_tokens_per_expert.shape[0]], "int32"), member,
-                (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank), (),
-                world.cost.high_throughput_notify_us, _read_counts(counts, per_expert),
-            )  # fmt: skip
+                "notify_dispatch",
+                ([num_tokens_per_expert.shape[0]], "int32"),
+                member,
+                (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank),
+                (),
+                world.cost.high_throughput_notify_us,
+                _read_counts(counts, per_expert),
+            )
             if not num_worst_tokens:
                 spin_for_counts(world, "receive counts of dispatch")
         rows, topk = num_worst_tokens or sum(counts), topk_idx.shape[1]
@@ -131,20 +155,30 @@ class HighThroughputBuffer:
         local = num_tokens_per_expert.shape[0] // world.size
         with call.on_comm():
             self._exchange(
-                "dispatch", ([x.shape[1]], payload.dtype_of(x)),
-                payload.rows(x, topk_idx, topk_weights, is_token_in_rank, local), read, made,
+                "dispatch",
+                ([x.shape[1]], payload.dtype_of(x)),
+                payload.rows(x, topk_idx, topk_weights, is_token_in_rank, local),
+                read,
+                made,
                 world.cost.high_throughput("dispatch", self._bytes(x, x.shape[0], topk), self.num_sms),
                 swap_blocks(payload.receive(*made, clean=True)),
-            )  # fmt: skip
+            )
         aligned = [_aligned(sum(of_expert), expert_alignment) for of_expert in zip(*per_expert, strict=True)]
         back = DispatchHandle(tokens=x.shape[0], topk=topk, source=source, token=token, in_rank=is_token_in_rank)
         touched = (*read, *made, num_tokens_per_rank, num_tokens_per_expert)
         return out, ids, weights, [] if num_worst_tokens else aligned, back, call.close(touched)
 
     def combine(
-        self, x: Any, handle: DispatchHandle, topk_weights: Any = None, bias: Any = None, config: Any = None,
-        previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, None, EventOverlap]:  # fmt: skip
+        self,
+        x: Any,
+        handle: DispatchHandle,
+        topk_weights: Any = None,
+        bias: Any = None,
+        config: Any = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, None, EventOverlap]:
         """Results `[N, H]` back to their ranks, added up without weights: (`[T, H]`, None, event)."""
         if topk_weights is not None or bias is not None or config is not None:
             rule = "the simulated combine adds rows up, no more"
@@ -156,11 +190,14 @@ class HighThroughputBuffer:
         read = (x, handle.source, handle.token, handle.in_rank)
         with call.on_comm():
             self._exchange(
-                "combine", ([x.shape[1]], payload.dtype_of(x)), payload.results(x, handle.source, handle.token), read,
+                "combine",
+                ([x.shape[1]], payload.dtype_of(x)),
+                payload.results(x, handle.source, handle.token),
+                read,
                 (combined,),
                 self.world.cost.high_throughput("combine", self._bytes(x, handle.tokens, handle.topk), self.num_sms),
                 swap_blocks(payload.reduce(combined)),
-            )  # fmt: skip
+            )
         return combined, None, call.close((*read, combined))
 
     def _open(self, previous_event: Any, asynchronous: bool, allocate_on_comm_stream: bool) -> LibraryCall:
@@ -171,22 +208,36 @@ class HighThroughputBuffer:
                     "pass both or neither",
                     previous_event=previous_event,
                     async_finish=asynchronous,
-                )  # fmt: skip
+                )
             )
         return LibraryCall(
-            self.world, previous_event=previous_event, asynchronous=asynchronous,
+            self.world,
+            previous_event=previous_event,
+            asynchronous=asynchronous,
             allocate_on_comm_stream=allocate_on_comm_stream,
-        )  # fmt: skip
+        )
 
     def _exchange(
-        self, op: str, signature: tuple[list[int], str], member: Any, reads: tuple[Any, ...], writes: tuple[Any, ...],
-        duration_us: float, connect: Callable[..., Any],
-    ) -> None:  # fmt: skip
+        self,
+        op: str,
+        signature: tuple[list[int], str],
+        member: Any,
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
+        duration_us: float,
+        connect: Callable[..., Any],
+    ) -> None:
         access = self.world.tensors.access
         self.group.exchange(
-            op, signature=signature, value=member, reads=tuple(map(access, reads)), writes=tuple(map(access, writes)),
-            duration_us=duration_us, connect=connect, sms=self.num_sms,
-        )  # fmt: skip
+            op,
+            signature=signature,
+            value=member,
+            reads=tuple(map(access, reads)),
+            writes=tuple(map(access, writes)),
+            duration_us=duration_us,
+            connect=connect,
+            sms=self.num_sms,
+        )
 
     def _bytes(self, x: Any, tokens: int, topk: int) -> int:
         return remote_bytes((tokens, x.shape[1]), topk, self.world.size, self.world.tensors.itemsize(x))

@@ -67,9 +67,16 @@ class LowLatencyBuffer:
         return call % 2
 
     def low_latency_dispatch(
-        self, x: Any, topk_idx: Any, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
-        use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False,
-    ) -> tuple[Any, Any, Any, None, Callable[[], None]]:  # fmt: skip
+        self,
+        x: Any,
+        topk_idx: Any,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        *,
+        use_fp8: bool = True,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Any, Any, None, Callable[[], None]]:
         """Start a dispatch of `x` `[T, H]`; returns (recv_x `[L, R * M, H]`, counts `[L]`, handle, None, hook)."""
         self._refuse(use_fp8, async_finish, return_recv_hook)
         plan = self.payload.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
@@ -77,9 +84,15 @@ class LowLatencyBuffer:
         return plan.result, plan.counts, plan.handle, None, hook
 
     def low_latency_combine(
-        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, *, async_finish: bool = False,
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: Any,
+        *,
+        async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, None, Callable[[], None]]:  # fmt: skip
+    ) -> tuple[Any, None, Callable[[], None]]:
         """Start a combine of `x` `[L, R * M, H]`; returns (combined `[T, H]`, None, hook)."""
         self._refuse(False, async_finish, return_recv_hook)
         plan = self.payload.combine(x, topk_idx, topk_weights, handle)
@@ -95,7 +108,7 @@ class LowLatencyBuffer:
                     use_fp8=use_fp8,
                     async_finish=async_finish,
                     return_recv_hook=return_recv_hook,
-                )  # fmt: skip
+                )
             )
 
     def _call(self, op: str, plan: Any) -> Callable[[], None]:
@@ -140,9 +153,14 @@ class LowLatencyBuffer:
             attrs["rows"] = plan.rows(real)
 
         sent = world.current_stream().launch(
-            "send", f"{op}.send", duration_us=world.cost.low_latency_send_us, reads=plan.reads, run=send, src=src,
+            "send",
+            f"{op}.send",
+            duration_us=world.cost.low_latency_send_us,
+            reads=plan.reads,
+            run=send,
+            src=src,
             attrs=attrs,
-        )  # fmt: skip
+        )
         arrived = self._transfer(op, call, buffer, plan.nbytes, sent, tags)
         cluster.join_meet(exchange.meet, arrived, world.rank)
         if len(exchange.ops) == world.size and len(set(exchange.ops.values())) == 1:
@@ -154,11 +172,16 @@ class LowLatencyBuffer:
         world.cluster.check_peers(world.rank)
         window = world.cluster.low_latency_windows[buffer]
         stream.launch(
-            "recv", f"{op}.recv", duration_us=world.cost.low_latency_recv_us,
-            reads=(window.of_rank(world.rank),), writes=plan.writes,
+            "recv",
+            f"{op}.recv",
+            duration_us=world.cost.low_latency_recv_us,
+            reads=(window.of_rank(world.rank),),
+            writes=plan.writes,
             run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
-            after=(exchange.meet,), src=src, attrs={"call": call, "buffer": buffer, "op": op},
-        )  # fmt: skip
+            after=(exchange.meet,),
+            src=src,
+            attrs={"call": call, "buffer": buffer, "op": op},
+        )
 
     def _transfer(
         self, op: str, call: int, buffer: int, nbytes: int, sent: Node, tags: tuple[int, int, int, str]
@@ -167,10 +190,18 @@ class LowLatencyBuffer:
         world = self.world
         regions = (world.cluster.low_latency_windows[buffer].sent_by(world.rank),)
         node = world.engine.node(
-            rank=world.rank, line="net", kind="transfer", name=f"{op}.transfer", tags=tags, after=(sent,),
-            duration_us=world.cost.transfer(nbytes), writes=regions, finish=lambda: None,
-            attrs={"call": call, "op": op, "dst": "all"}, stream_tail=world.net_tail,
-        )  # fmt: skip
+            rank=world.rank,
+            line="net",
+            kind="transfer",
+            name=f"{op}.transfer",
+            tags=tags,
+            after=(sent,),
+            duration_us=world.cost.transfer(nbytes),
+            writes=regions,
+            finish=lambda: None,
+            attrs={"call": call, "op": op, "dst": "all"},
+            stream_tail=world.net_tail,
+        )
         world.net_tail = node
         return node
 

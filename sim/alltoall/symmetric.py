@@ -55,9 +55,11 @@ class SymmetricMemory:
         if marker is not None:
             world.engine.wait_host(task, marker, "receive counts of symm_copy")
         world.engine.host_record(
-            task, "host.wait", world.current_stream().name,
+            task,
+            "host.wait",
+            world.current_stream().name,
             {"why": "receive counts of symm_copy", "declared": True, "gil": "released", "since_us": since_us},
-        )  # fmt: skip
+        )
         found = self.fabric.held(world.rank, channel)
         return [told() if rank == world.rank else found[rank] for rank in range(world.size)]
 
@@ -92,9 +94,13 @@ class SymmetricMemory:
         self._push_blocks(channel, call, [(a,) for a in reads], [_size(a) for a in reads], [take] * len(reads))
 
     def _push_blocks(
-        self, channel: Channel, call: int, reads: Sequence[tuple[Access, ...]], nbytes: Sequence[int],
+        self,
+        channel: Channel,
+        call: int,
+        reads: Sequence[tuple[Access, ...]],
+        nbytes: Sequence[int],
         takes: Sequence[Callable[[], Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue a copy to each peer behind the current stream, then a signal to all of them."""
         world = self.world
         world.cluster.check_peers(world.rank)
@@ -108,9 +114,15 @@ class SymmetricMemory:
             self.fabric.signal(peer, channel, call, world.rank, signal)
 
     def _copy(
-        self, stream: Any, channel: Channel, call: int, peer: int, reads: tuple[Access, ...], nbytes: int,
+        self,
+        stream: Any,
+        channel: Channel,
+        call: int,
+        peer: int,
+        reads: tuple[Access, ...],
+        nbytes: int,
         take: Callable[[], Any],
-    ) -> Node:  # fmt: skip
+    ) -> Node:
         world, rank, taken = self.world, self.world.rank, list[Any]()
         region = self.fabric.region(peer, channel)
         reads = tuple(a for a in reads if _size(a))
@@ -119,15 +131,29 @@ class SymmetricMemory:
         task = world.task()
         task.now_us += world.cost.host_launch_us
         node = world.engine.node(
-            rank=rank, line="net", kind="transfer", name=f"{channel[1]}.copy", tags=task.tags, issued_by=task,
-            after=() if stream.tail is None else (stream.tail,), duration_us=world.cost.copy_engine(nbytes),
-            reads=reads, writes=(Access.interval(region, rank * REGION_BYTES, (rank + 1) * REGION_BYTES),),
+            rank=rank,
+            line="net",
+            kind="transfer",
+            name=f"{channel[1]}.copy",
+            tags=task.tags,
+            issued_by=task,
+            after=() if stream.tail is None else (stream.tail,),
+            duration_us=world.cost.copy_engine(nbytes),
+            reads=reads,
+            writes=(Access.interval(region, rank * REGION_BYTES, (rank + 1) * REGION_BYTES),),
             run=lambda: taken.append(take()),
-            finish=lambda: self.fabric.held(peer, channel).__setitem__(rank, taken[0]), src=world.source(),
-            attrs={"call": call, "op": channel[1], "dst": peer, "sms": 0,
-                   "tags": {str(region): [*map(str, channel), call]}},
-            stream_tail=world.net_tail, copies=True,
-        )  # fmt: skip
+            finish=lambda: self.fabric.held(peer, channel).__setitem__(rank, taken[0]),
+            src=world.source(),
+            attrs={
+                "call": call,
+                "op": channel[1],
+                "dst": peer,
+                "sms": 0,
+                "tags": {str(region): [*map(str, channel), call]},
+            },
+            stream_tail=world.net_tail,
+            copies=True,
+        )
         world.net_tail = node
         return node
 
@@ -144,9 +170,13 @@ class SimArrival:
     """What peers send to this rank in one exchange; own rows never travel."""
 
     def __init__(
-        self, memory: SymmetricMemory, channel: Channel, arrays: Sequence[Any], own: Sequence[Any],
+        self,
+        memory: SymmetricMemory,
+        channel: Channel,
+        arrays: Sequence[Any],
+        own: Sequence[Any],
         theirs: Sequence[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.memory, self.channel = memory, channel
         self.arrays, self.own, self.theirs = tuple(arrays), tuple(own), tuple(theirs)
         self.call = -1
@@ -173,11 +203,15 @@ class SimArrival:
         def go() -> None:
             memory._wait_for_signals(self.channel, self.call)
             world.current_stream().launch(
-                "op", f"{self.channel[1]}.copy_out", duration_us=world.cost.kernel(2 * sum(map(_size, writes))),
+                "op",
+                f"{self.channel[1]}.copy_out",
+                duration_us=world.cost.kernel(2 * sum(map(_size, writes))),
                 reads=(*reads, *(Access.interval(region, r * REGION_BYTES, (r + 1) * REGION_BYTES) for r in peers)),
-                writes=writes, run=lambda: deliver(memory.fabric.held(rank, self.channel)), src=world.source(),
+                writes=writes,
+                run=lambda: deliver(memory.fabric.held(rank, self.channel)),
+                src=world.source(),
                 attrs={"sms": UNPACK_SMS, "expects": {str(region): [*map(str, self.channel), self.call]}},
-            )  # fmt: skip
+            )
 
         if world.capture is None:
             go()

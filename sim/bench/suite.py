@@ -39,10 +39,11 @@ def benchmarks() -> Sequence[Benchmark]:
 
 def _switches() -> list[Benchmark]:
     return [
-        Benchmark(name=f"switch-{v}", what=f"one switch between two tasks on {v}s", unit="µs",
-                  sample=partial(_switch_us, v))
+        Benchmark(
+            name=f"switch-{v}", what=f"one switch between two tasks on {v}s", unit="µs", sample=partial(_switch_us, v)
+        )
         for v in ("greenlet", "thread")
-    ]  # fmt: skip
+    ]
 
 
 def _switch_us(vehicle: str, switches: int = 20_000) -> float:
@@ -65,21 +66,44 @@ def _switch_us(vehicle: str, switches: int = 20_000) -> float:
 def _rings() -> list[Benchmark]:
     greenlets = partial(_rings_per_second, plain_ring_program, "greenlet")
     rows = [
-        Benchmark(name="ring-greenlet", what=f"a ring of a barrier and 2 batons, {YIELDS} yields, with clocks",
-                  unit="/s", sample=greenlets),
-        Benchmark(name="ring-thread", what="the same on OS threads", unit="/s",
-                  sample=partial(_rings_per_second, plain_ring_program, "thread"),
-                  target=Target(bound=1000, at_least=True)),
-        Benchmark(name="ring-dbo", what=f"the ring of dbo.ubatching.ring, 2 ubatches, {YIELDS} yields, with clocks", unit="/s",
-                  sample=partial(_rings_per_second, ring_program, "greenlet")),
-    ]  # fmt: skip
+        Benchmark(
+            name="ring-greenlet",
+            what=f"a ring of a barrier and 2 batons, {YIELDS} yields, with clocks",
+            unit="/s",
+            sample=greenlets,
+        ),
+        Benchmark(
+            name="ring-thread",
+            what="the same on OS threads",
+            unit="/s",
+            sample=partial(_rings_per_second, plain_ring_program, "thread"),
+            target=Target(bound=1000, at_least=True),
+        ),
+        Benchmark(
+            name="ring-dbo",
+            what=f"the ring of dbo.ubatching.ring, 2 ubatches, {YIELDS} yields, with clocks",
+            unit="/s",
+            sample=partial(_rings_per_second, ring_program, "greenlet"),
+        ),
+    ]
     if importlib.util.find_spec("frontrun") is not None:
         rows += [
-            Benchmark(name="ring-frontrun", what="ring-greenlet under frontrun", unit="/s", sample=_frontrun_per_second,
-                      most=3),
-            Benchmark(name="ring-ratio", what="ring-greenlet / ring-frontrun, one after the other", unit="×", most=3,
-                      sample=lambda: greenlets() / _frontrun_per_second(), target=Target(bound=100, at_least=True)),
-        ]  # fmt: skip
+            Benchmark(
+                name="ring-frontrun",
+                what="ring-greenlet under frontrun",
+                unit="/s",
+                sample=_frontrun_per_second,
+                most=3,
+            ),
+            Benchmark(
+                name="ring-ratio",
+                what="ring-greenlet / ring-frontrun, one after the other",
+                unit="×",
+                most=3,
+                sample=lambda: greenlets() / _frontrun_per_second(),
+                target=Target(bound=100, at_least=True),
+            ),
+        ]
     return rows
 
 
@@ -108,9 +132,13 @@ def plain_ring_program(world: World) -> None:
 def ring_program(world: World) -> None:
     """One rank, two ubatches, `YIELDS` hand-overs each: the code of `dbo.ubatching.ring`, unmodified."""
     contexts = make_ubatch_contexts(
-        2, world.compute, world.comm, [ForwardContext(attn_metadata=None, step=0) for _ in range(2)],
-        world.host.barrier(3, "ready"), world=world,
-    )  # fmt: skip
+        2,
+        world.compute,
+        world.comm,
+        [ForwardContext(attn_metadata=None, step=0) for _ in range(2)],
+        world.host.barrier(3, "ready"),
+        world=world,
+    )
 
     def ubatch(context: UBatchContext) -> None:
         with context:
@@ -148,9 +176,12 @@ def _frontrun_per_second(attempts: int = 50) -> float:
 
 def _deadlock() -> Benchmark:
     return Benchmark(
-        name="deadlock-report", what="a ubatch leaves early, the other waits: run, deadlock, report", unit="ms",
-        sample=_deadlock_ms, target=Target(bound=1),
-    )  # fmt: skip
+        name="deadlock-report",
+        what="a ubatch leaves early, the other waits: run, deadlock, report",
+        unit="ms",
+        sample=_deadlock_ms,
+        target=Target(bound=1),
+    )
 
 
 def early_exit_program(world: World) -> None:
@@ -188,15 +219,23 @@ def _deadlock_ms(times: int = 20) -> float:
 def _compiled() -> list[Benchmark]:
     bounds = {64: 5.0, 256: 20.0, 1024: 100.0}
     rows = [
-        Benchmark(name=f"compiled-{ranks}", what=f"compile, replay, race-check one layer on {ranks} ranks", unit="ms",
-                  sample=partial(_compiled_ms, ranks, 1), target=Target(bound=bound))
+        Benchmark(
+            name=f"compiled-{ranks}",
+            what=f"compile, replay, race-check one layer on {ranks} ranks",
+            unit="ms",
+            sample=partial(_compiled_ms, ranks, 1),
+            target=Target(bound=bound),
+        )
         for ranks, bound in bounds.items()
-    ]  # fmt: skip
+    ]
     whole = Benchmark(
-        name="compiled-v3-256", what=f"the same for {V3_MOE_LAYERS} layers on 256 ranks", unit="ms",
-        sample=partial(_compiled_ms, 256, V3_MOE_LAYERS), target=Target(bound=3000),
+        name="compiled-v3-256",
+        what=f"the same for {V3_MOE_LAYERS} layers on 256 ranks",
+        unit="ms",
+        sample=partial(_compiled_ms, 256, V3_MOE_LAYERS),
+        target=Target(bound=3000),
         note="a whole DeepSeek-V3 step of MoE layers, every rank's times and all pairs of ranks for races",
-    )  # fmt: skip
+    )
     return [*rows, whole]
 
 
@@ -211,16 +250,26 @@ def _compiled_ms(ranks: int, layers: int) -> float:
 def _real() -> list[Benchmark]:
     what = "ring, player, kernel of one layer, race-checked,"
     return [
-        Benchmark(name="real-64", what=f"{what} 64 ranks", unit="ms", sample=partial(_real_ms, 64, 1),
-                  target=Target(bound=50)),
-        Benchmark(name="real-nccl-64", what="the same on backend nccl", unit="ms",
-                  sample=partial(_real_ms, 64, 1, backend="nccl")),
+        Benchmark(
+            name="real-64", what=f"{what} 64 ranks", unit="ms", sample=partial(_real_ms, 64, 1), target=Target(bound=50)
+        ),
+        Benchmark(
+            name="real-nccl-64",
+            what="the same on backend nccl",
+            unit="ms",
+            sample=partial(_real_ms, 64, 1, backend="nccl"),
+        ),
         Benchmark(name="real-256", what=f"{what} 256 ranks", unit="ms", sample=partial(_real_ms, 256, 1), most=5),
         Benchmark(name="real-1024", what=f"{what} 1,024 ranks", unit="ms", sample=partial(_real_ms, 1024, 1), most=3),
-        Benchmark(name="real-v3-256", what=f"{V3_MOE_LAYERS} layers on 256 ranks, race-checked", unit="ms", most=1,
-                  sample=partial(_real_ms, 256, V3_MOE_LAYERS),
-                  note="every host task of every rank runs; compiled-v3-256 is the form that is meant for this size"),
-    ]  # fmt: skip
+        Benchmark(
+            name="real-v3-256",
+            what=f"{V3_MOE_LAYERS} layers on 256 ranks, race-checked",
+            unit="ms",
+            most=1,
+            sample=partial(_real_ms, 256, V3_MOE_LAYERS),
+            note="every host task of every rank runs; compiled-v3-256 is the form that is meant for this size",
+        ),
+    ]
 
 
 @cache
@@ -254,10 +303,16 @@ def _refuse_races(races: Sequence[object]) -> None:
 def _coordination() -> list[Benchmark]:
     bounds: dict[int, Target | None] = {8: Target(bound=1000), 16: None, 64: Target(bound=180_000)}
     return [
-        Benchmark(name=f"coordination-{ranks}", what=f"every input of 4 classes on {ranks} ranks, by symmetry",
-                  unit="ms", sample=partial(_coordination_ms, ranks), target=bound, most=1 if ranks == 64 else 5)
+        Benchmark(
+            name=f"coordination-{ranks}",
+            what=f"every input of 4 classes on {ranks} ranks, by symmetry",
+            unit="ms",
+            sample=partial(_coordination_ms, ranks),
+            target=bound,
+            most=1 if ranks == 64 else 5,
+        )
         for ranks, bound in bounds.items()
-    ]  # fmt: skip
+    ]
 
 
 def _coordination_ms(ranks: int) -> float:
@@ -266,9 +321,13 @@ def _coordination_ms(ranks: int) -> float:
 
 def _memory() -> Benchmark:
     return Benchmark(
-        name="memory-1024", what="peak memory of a process that runs real-1024", unit="MB", sample=_memory_mb,
-        target=Target(bound=500), most=3,
-    )  # fmt: skip
+        name="memory-1024",
+        what="peak memory of a process that runs real-1024",
+        unit="MB",
+        sample=_memory_mb,
+        target=Target(bound=500),
+        most=3,
+    )
 
 
 def _memory_mb() -> float:

@@ -122,9 +122,15 @@ def compile_schedule(schedule: Schedule, *, backend: str, num_ubatches: int = 2,
         else:
             compiler.layer_end(*part, last=part[1] == layers - 1)
     return CompiledSchedule(
-        schedule=schedule.name, backend=backend, num_ubatches=num_ubatches, layers=layers, ops=tuple(compiler.ops),
-        arrays=tuple(compiler.arrays), windows=frozenset(compiler.windows.values()), meetings=tuple(compiler.meetings),
-    )  # fmt: skip
+        schedule=schedule.name,
+        backend=backend,
+        num_ubatches=num_ubatches,
+        layers=layers,
+        ops=tuple(compiler.ops),
+        arrays=tuple(compiler.arrays),
+        windows=frozenset(compiler.windows.values()),
+        meetings=tuple(compiler.meetings),
+    )
 
 
 def _issue_order(ring: RingRun) -> Iterable[Step | tuple[int, int]]:
@@ -217,9 +223,18 @@ class _Compiler:
         self._add(stream, "wait", event, where, after=(self.markers[event],))
 
     def _add(
-        self, line: str, kind: str, name: str, where: tuple[str, int, int], *, after: tuple[int, ...] = (),
-        joins: int = -1, follows: int = -1, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (),
-    ) -> int:  # fmt: skip
+        self,
+        line: str,
+        kind: str,
+        name: str,
+        where: tuple[str, int, int],
+        *,
+        after: tuple[int, ...] = (),
+        joins: int = -1,
+        follows: int = -1,
+        reads: tuple[int, ...] = (),
+        writes: tuple[int, ...] = (),
+    ) -> int:
         point, ubatch, layer = where
         self.ops.append(
             DeviceOp(
@@ -234,7 +249,7 @@ class _Compiler:
                 follows=follows,
                 reads=reads,
                 writes=writes,
-            )  # fmt: skip
+            )
         )
         return len(self.ops) - 1
 

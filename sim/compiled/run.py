@@ -120,9 +120,13 @@ class _Recorder:
         self.program = run.program
         meta = {"world": "sim", "ranks": run.ranks, "mode": "ordering", "complete": True, "compiled": True}
         self.result = Trace(
-            meta=meta | {"schedule": self.program.schedule, "backend": self.program.backend,
-                         "ubatches": self.program.num_ubatches}
-        )  # fmt: skip
+            meta=meta
+            | {
+                "schedule": self.program.schedule,
+                "backend": self.program.backend,
+                "ubatches": self.program.num_ubatches,
+            }
+        )
 
     def trace(self) -> Trace:
         for array, name in enumerate(self.program.arrays):
@@ -143,19 +147,37 @@ class _Recorder:
         if op.follows >= 0:
             after = (*after, self._meet_id(op.follows))
         return Record(
-            self._id(index, rank), rank, op.line, op.kind, op.name, float(self.run.start_us[index, rank]),
-            float(self.run.duration_us[index, rank]), 0, op.layer, op.ubatch, op.point, after,
+            self._id(index, rank),
+            rank,
+            op.line,
+            op.kind,
+            op.name,
+            float(self.run.start_us[index, rank]),
+            float(self.run.duration_us[index, rank]),
+            0,
+            op.layer,
+            op.ubatch,
+            op.point,
+            after,
             tuple(a for array in op.reads for a in self._read(array, rank)),
-            tuple(a for array in op.writes for a in self._write(array, rank)), "", self._attrs(op),
-        )  # fmt: skip
+            tuple(a for array in op.writes for a in self._write(array, rank)),
+            "",
+            self._attrs(op),
+        )
 
     def _meet(self, index: int, meeting: int) -> Record:
         group, number = self.program.meetings[meeting]
         ends = self.run.start_us[index] + self.run.duration_us[index]
         return Record(
-            self._meet_id(meeting), -1, group, "meet", f"{group}#{number}", float(ends.max()),
-            after=tuple(self._id(index, rank) for rank in range(self.ranks)), attrs={"group": group, "index": number},
-        )  # fmt: skip
+            self._meet_id(meeting),
+            -1,
+            group,
+            "meet",
+            f"{group}#{number}",
+            float(ends.max()),
+            after=tuple(self._id(index, rank) for rank in range(self.ranks)),
+            attrs={"group": group, "index": number},
+        )
 
     def _attrs(self, op: DeviceOp) -> dict[str, object]:
         if op.kind in ("record", "wait"):

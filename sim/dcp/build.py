@@ -29,9 +29,13 @@ def context_parallel(world: SimWorld, shape: DCPShape) -> Any:
         f"sim:{world.rank}", is_capturing=lambda: world.capture is not None, recorder=world.trace
     )
     return TorchContextParallel(
-        shape, SimDCPGroup(world, shape.size, NumericMoving()), workspace=workspace, kernels=FusedKernels(world.rank),
-        current_ubatch=current_ubatch, direct=direct,
-    )  # fmt: skip
+        shape,
+        SimDCPGroup(world, shape.size, NumericMoving()),
+        workspace=workspace,
+        kernels=FusedKernels(world.rank),
+        current_ubatch=current_ubatch,
+        direct=direct,
+    )
 
 
 def current_ubatch() -> int:

@@ -86,10 +86,15 @@ class SimDirect:
         stream.launch("wait", "flags", after=(flags, *pushed), src=world.source(), attrs={"event": f"direct#{epoch}"})
         slabs = [self.fabric.slab(rank, ubatch, parity, source) for source in others]
         stream.launch(
-            "op", "dcp.direct.merge", duration_us=world.cost.kernel(nbytes), reads=(*reads, *map(_whole, slabs)),
-            writes=(write,), run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)), src=world.source(),
+            "op",
+            "dcp.direct.merge",
+            duration_us=world.cost.kernel(nbytes),
+            reads=(*reads, *map(_whole, slabs)),
+            writes=(write,),
+            run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)),
+            src=world.source(),
             attrs={"expects": {str(slab): [ubatch, epoch] for slab in slabs}},
-        )  # fmt: skip
+        )
 
     def _push(self, call: Any, reads: tuple[Access, ...], nbytes: int, ubatch: int, epoch: int, peer: int) -> Node:
         world, rank, taken = self.world, self.world.rank, list[Any]()
@@ -97,14 +102,22 @@ class SimDirect:
         stream, task = world.current_stream(), world.task()
         slab = self.fabric.slab(peer, ubatch, parity, rank)
         node = world.engine.node(
-            rank=rank, line="net", kind="transfer", name="dcp.direct.push", tags=task.tags, issued_by=task,
-            after=() if stream.tail is None else (stream.tail,), duration_us=world.cost.transfer(nbytes), reads=reads,
+            rank=rank,
+            line="net",
+            kind="transfer",
+            name="dcp.direct.push",
+            tags=task.tags,
+            issued_by=task,
+            after=() if stream.tail is None else (stream.tail,),
+            duration_us=world.cost.transfer(nbytes),
+            reads=reads,
             writes=(_whole(slab),),
             run=lambda: taken.append(call.chunk(peer)),
-            finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]), src=world.source(),
+            finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]),
+            src=world.source(),
             attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(slab): [ubatch, epoch]}},
             stream_tail=world.net_tail,
-        )  # fmt: skip
+        )
         world.net_tail = node
         self.fabric.raise_flag(peer, ubatch, epoch, self._sources(peer), rank, node)
         return node

@@ -56,9 +56,13 @@ def empty_ubatch(program: Program, site: Site) -> Program:
         if not points or points[0] < 1 or points[-1] < min(table[ROW_REAL]):
             return decision
         return replace(
-            decision, split=True, num_ubatches=common.num_ubatches, split_points=points, reason="",
+            decision,
+            split=True,
+            num_ubatches=common.num_ubatches,
+            split_points=points,
+            reason="",
             num_tokens_padded=(tokens,) * len(decision.num_tokens_padded),
-        )  # fmt: skip
+        )
 
     return replace(program, decide=forced)
 
@@ -91,25 +95,52 @@ _SPLIT = "a split step"
 
 FAULTS = (
     Fault(
-        name="local-decision", sentence="one rank acts against the shared decision", id="dp-disagreement",
-        plant=local_decision, needs=_SPLIT, sites=every_split_rank, keys=("rank",),
+        name="local-decision",
+        sentence="one rank acts against the shared decision",
+        id="dp-disagreement",
+        plant=local_decision,
+        needs=_SPLIT,
+        sites=every_split_rank,
+        keys=("rank",),
     ),
     Fault(
-        name="skip-coordination", sentence="one rank leaves a step's coordination out", id="collective-mismatch",
-        plant=skip_coordination, needs="that step", sites=every_step, keys=("rank", "at"), split=False,
+        name="skip-coordination",
+        sentence="one rank leaves a step's coordination out",
+        id="collective-mismatch",
+        plant=skip_coordination,
+        needs="that step",
+        sites=every_step,
+        keys=("rank", "at"),
+        split=False,
         defaults={"at": 1},
     ),
     Fault(
-        name="wrong-padding", sentence="one rank pads to another count than agreed", id="dp-disagreement",
-        plant=wrong_padding, needs=_SPLIT, sites=every_split_rank, keys=("rank",),
+        name="wrong-padding",
+        sentence="one rank pads to another count than agreed",
+        id="dp-disagreement",
+        plant=wrong_padding,
+        needs=_SPLIT,
+        sites=every_split_rank,
+        keys=("rank",),
     ),
     Fault(
-        name="empty-ubatch", sentence="steps are split although a rank's last ubatch is empty", id="empty-ubatch",
-        plant=empty_ubatch, needs="a whole step, not from a graph, in which a rank has too few tokens for its last ubatch",
-        sites=steps_that_would_be_empty, everywhere=True, keys=(),
+        name="empty-ubatch",
+        sentence="steps are split although a rank's last ubatch is empty",
+        id="empty-ubatch",
+        plant=empty_ubatch,
+        needs="a whole step, not from a graph, in which a rank has too few tokens for its last ubatch",
+        sites=steps_that_would_be_empty,
+        everywhere=True,
+        keys=(),
     ),
     Fault(
-        name="differing-config", sentence="one rank runs with another threshold", id="config",
-        plant=differing_config, needs="nothing", sites=every_rank, keys=("rank",), split=False,
+        name="differing-config",
+        sentence="one rank runs with another threshold",
+        id="config",
+        plant=differing_config,
+        needs="nothing",
+        sites=every_rank,
+        keys=("rank",),
+        split=False,
     ),
-)  # fmt: skip
+)

@@ -119,29 +119,54 @@ _SPLIT = "a split step"
 
 FAULTS = (
     Fault(
-        name="drop-wait", sentence="the experts do not wait for their dispatch", id="stream-race", plant=drop_wait,
+        name="drop-wait",
+        sentence="the experts do not wait for their dispatch",
+        id="stream-race",
+        plant=drop_wait,
         needs="a split step in which nothing else orders the experts after their dispatch",
-        sites=essential_waits("D.recv", "MLP"), backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
-    ),
-    Fault(
-        name="late-event", sentence="events are recorded after the yield: nothing is hidden", id="no-overlap",
-        plant=late_event, needs="a send whose producer stands directly before a yield, and that starts before the "
-        "peer's compute of that yield ends", sites=events_that_can_be_late,
-        backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
-    ),
-    Fault(
-        name="early-event", sentence="events are recorded before their producer is launched", id="stream-race",
-        plant=early_event, needs=_SPLIT, sites=every_ubatch, backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
-    ),
-    Fault(
-        name="early-receive", sentence="the experts read a low-latency receive before its hook has run", id="hook-late",
-        plant=early_receive, needs=_SPLIT, sites=every_ubatch, backends=("deepep_low_latency",),
+        sites=essential_waits("D.recv", "MLP"),
+        backends=STREAM_BACKENDS,
         keys=("rank", "ubatch"),
     ),
     Fault(
-        name="early-read", sentence="the experts read an exchange's output before it is complete", id="stream-race",
+        name="late-event",
+        sentence="events are recorded after the yield: nothing is hidden",
+        id="no-overlap",
+        plant=late_event,
+        needs="a send whose producer stands directly before a yield, and that starts before the "
+        "peer's compute of that yield ends",
+        sites=events_that_can_be_late,
+        backends=STREAM_BACKENDS,
+        keys=("rank", "ubatch"),
+    ),
+    Fault(
+        name="early-event",
+        sentence="events are recorded before their producer is launched",
+        id="stream-race",
+        plant=early_event,
+        needs=_SPLIT,
+        sites=every_ubatch,
+        backends=STREAM_BACKENDS,
+        keys=("rank", "ubatch"),
+    ),
+    Fault(
+        name="early-receive",
+        sentence="the experts read a low-latency receive before its hook has run",
+        id="hook-late",
+        plant=early_receive,
+        needs=_SPLIT,
+        sites=every_ubatch,
+        backends=("deepep_low_latency",),
+        keys=("rank", "ubatch"),
+    ),
+    Fault(
+        name="early-read",
+        sentence="the experts read an exchange's output before it is complete",
+        id="stream-race",
         plant=early_receive,
         needs="a split step in which nothing else orders the experts after their dispatch",
-        sites=essential_waits("D.recv", "MLP"), backends=STREAM_BACKENDS, keys=("rank", "ubatch"),
+        sites=essential_waits("D.recv", "MLP"),
+        backends=STREAM_BACKENDS,
+        keys=("rank", "ubatch"),
     ),
-)  # fmt: skip
+)

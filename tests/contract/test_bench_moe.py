@@ -38,9 +38,17 @@ from gpu.world import launch  # noqa: E402
 from tests.gpu.jobs import Wrapped  # noqa: E402
 
 BENCH = MoEBench(
-    device="cpu", ranks=2, shapes=("tiny",), tokens=(32,), backends=("nccl", "symm_copy"), layers=2, repeat=2,
-    schedules=("mlp_shared_overlap",), prompt_tokens=16, context_tokens=24,
-)  # fmt: skip
+    device="cpu",
+    ranks=2,
+    shapes=("tiny",),
+    tokens=(32,),
+    backends=("nccl", "symm_copy"),
+    layers=2,
+    repeat=2,
+    schedules=("mlp_shared_overlap",),
+    prompt_tokens=16,
+    context_tokens=24,
+)
 PATIENCE: dict[str, Any] = {"stall_s": 30.0, "timeout_s": 120.0}
 
 
@@ -59,8 +67,11 @@ def test_every_backend_is_checked_and_timed_over_gloo(tmp_path) -> None:
     data = json.loads(ran.stdout)
     rows: list[dict[str, Any]] = data["rows"]
     assert [(r["tokens"], r["backend"]) for r in rows] == [
-        (33, "nccl"), (33, "deepep_low_latency"), (8, "nccl"), (8, "deepep_low_latency"),
-    ]  # fmt: skip
+        (33, "nccl"),
+        (33, "deepep_low_latency"),
+        (8, "nccl"),
+        (8, "deepep_low_latency"),
+    ]
     for found in rows:
         assert found["correct"] and found["bit_equal"] and found["limit"] == LIMIT
         assert {name: len(samples) for name, samples in found["samples_ms"].items()} == {
@@ -105,10 +116,15 @@ class Recording:
             except DBOError as error:
                 refused = str(error)
         return {
-            "whole": torch.equal(whole, live), "halves": torch.equal(halves, serial), "dbo": torch.equal(dbo, serial),
-            "silent": silent, "exchanges": once, "refused": refused, "moved": error_of(live, batch.hidden),
+            "whole": torch.equal(whole, live),
+            "halves": torch.equal(halves, serial),
+            "dbo": torch.equal(dbo, serial),
+            "silent": silent,
+            "exchanges": once,
+            "refused": refused,
+            "moved": error_of(live, batch.hidden),
             "two layers": torch.equal(shorter, live),
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.parametrize("backend", ["nccl", "symm_copy", "deepep_low_latency"])

@@ -344,9 +344,17 @@ def test_a_fault_at_a_place_that_the_run_never_reaches_does_not_pass_for_a_clean
 # -- the JSON object --------------------------------------------------------------------------------------------------
 
 KEYS = {
-    "verdict": str, "violations": list, "ranks": int, "steps": list, "order": list, "overlap": dict,
-    "invariants": dict, "reference": dict, "forced_drains": int, "replay": str,
-}  # fmt: skip
+    "verdict": str,
+    "violations": list,
+    "ranks": int,
+    "steps": list,
+    "order": list,
+    "overlap": dict,
+    "invariants": dict,
+    "reference": dict,
+    "forced_drains": int,
+    "replay": str,
+}
 PARTS = {
     "overlap": {"hidden_share", "ideal_share", "exposed_us"},
     "invariants": {"checked", "failed"},
@@ -378,8 +386,20 @@ def test_the_object_has_every_key_in_a_good_and_in_a_violated_run(dbo: Dbo, fold
 
 
 def test_the_replay_line_runs_the_same_again(dbo: Dbo, folder: Path) -> None:
-    first = dbo("--model", folder, "--mode", "ordering", "--all2all-backend", "nccl", "--steps", "3",
-                "--inject", "drop-yield:at=2", "--seed", "7").data  # fmt: skip
+    first = dbo(
+        "--model",
+        folder,
+        "--mode",
+        "ordering",
+        "--all2all-backend",
+        "nccl",
+        "--steps",
+        "3",
+        "--inject",
+        "drop-yield:at=2",
+        "--seed",
+        "7",
+    ).data
     words = first["replay"].split()
     assert words[:2] == ["dbo", "check"]
     again = dbo(*words[2:]).data
@@ -391,8 +411,16 @@ def test_the_text_says_per_step_votes_padding_and_slices_then_the_layer_and_the_
     header = next(line for line in text.splitlines() if line.startswith("step "))
     assert all(word in header for word in ("votes", "split", "tokens", "padded", "slices"))
     order = r"^\s*Order: D0\.send A0_1 A1_1 D0\.recv D1\.send MLP0"
-    for pattern in (r"^\s*Comp \|", r"^\s*Comm ", order, r"^overlap: ", r"^invariants: ", r"^verdict: proved$",
-                    r"^trace: ", r"^replay: dbo check"):  # fmt: skip
+    for pattern in (
+        r"^\s*Comp \|",
+        r"^\s*Comm ",
+        order,
+        r"^overlap: ",
+        r"^invariants: ",
+        r"^verdict: proved$",
+        r"^trace: ",
+        r"^replay: dbo check",
+    ):
         assert re.search(pattern, text, re.MULTILINE), pattern
     assert "ubatches exchanged" in text
 

@@ -100,9 +100,18 @@ def test_an_interrupt_of_world_gpu_is_heard_by_the_launcher_alone(own_tmp: Path,
         return bool(begun) and time.monotonic() >= begun[0] + after_s
 
     done = interrupted(
-        "check", "--world", "gpu", "--device", "cpu", "--steps", "400", "--all2all-backend", "nccl", when=runs,
+        "check",
+        "--world",
+        "gpu",
+        "--device",
+        "cpu",
+        "--steps",
+        "400",
+        "--all2all-backend",
+        "nccl",
+        when=runs,
         presses=2,
-    )  # fmt: skip
+    )
     assert done.returncode == 130, done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("dbo: interrupted while running 2 ranks")
     assert done.stdout.splitlines()[-1] == "verdict: inconclusive(interrupted)"

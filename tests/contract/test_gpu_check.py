@@ -207,13 +207,29 @@ def test_the_suite_runs_under_torchrun():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [
-        "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}",
-        "-m", "gpu.check", "--device", "cpu", "--only", "conformance", "--backend", "nccl",
-    ]  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "-m",
+        "gpu.check",
+        "--device",
+        "cpu",
+        "--only",
+        "conformance",
+        "--backend",
+        "nccl",
+    ]
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("ok ") == 1 and "1 checks, 0 failed" in done.stdout, done.stdout
 

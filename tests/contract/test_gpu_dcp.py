@@ -33,9 +33,11 @@ def dcp_job(folder, exchange, *, backend="nccl", replicas=1, dbo=True, interleav
     """Two peers a replica."""
     job = small_job(folder, backend, ranks=max(2, replicas), program_of=program_of)
     config = job.config.replace(
-        data_parallel_size=replicas, decode_context_parallel_size=2, dcp_comm_backend=exchange,
+        data_parallel_size=replicas,
+        decode_context_parallel_size=2,
+        dcp_comm_backend=exchange,
         cp_kv_cache_interleave_size=interleave,
-    )  # fmt: skip
+    )
     return replace(job, config=config if dbo else config.without_dbo(), requests=job.requests[:replicas])
 
 
@@ -82,9 +84,14 @@ def test_a_group_says_what_one_rank_says(folder, exchange, backend, replicas, db
     symbols = replace(job, config=job.config.replace(world="sim"), weights_of=None, keep_logits=False)
     simulated = simulate(RankMain(symbols), ranks=ranks, mode="ordering")
     assert exchanges(launched.trace, ranks) == exchanges(simulated.trace, ranks)
-    meets = [sorted((m.attrs["group"], m.attrs["index"], tuple(m.attrs.get("members", ())))
-                    for m in t.of_kind("meet") if m.attrs["group"].startswith("dcp"))
-             for t in (launched.trace, simulated.trace)]  # fmt: skip
+    meets = [
+        sorted(
+            (m.attrs["group"], m.attrs["index"], tuple(m.attrs.get("members", ())))
+            for m in t.of_kind("meet")
+            if m.attrs["group"].startswith("dcp")
+        )
+        for t in (launched.trace, simulated.trace)
+    ]
     assert meets[0] == meets[1] and len({members for _, _, members in meets[0]}) == replicas
 
 

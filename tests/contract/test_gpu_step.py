@@ -43,9 +43,14 @@ def by_request(launched):
 def reference(job):
     """The same requests on one rank, unsplit."""
     config = DBOConfig(
-        all2all_backend="nccl", dtype="float32", max_model_len=64, block_size=8, num_kv_blocks=256, max_num_seqs=8,
+        all2all_backend="nccl",
+        dtype="float32",
+        max_model_len=64,
+        block_size=8,
+        num_kv_blocks=256,
+        max_num_seqs=8,
         max_num_batched_tokens=32,
-    )  # fmt: skip
+    )
     alone = replace(job, config=config, requests=[[spec for rank in job.requests for spec in rank]])
     outcomes = RankMain(alone)(LocalWorld())
     tokens: dict[str, list[int]] = {}

@@ -102,9 +102,14 @@ def test_every_sampled_row_and_token(small: Judge, backend: str, enable_dbo: boo
 def test_uneven_split_points_and_three_ubatches(small: Judge, ubatches: int) -> None:
     points = {2: (3,), 3: (2, 7)}[ubatches]
     job = numeric_job(
-        small.folder, small.config, ((9, 4), (11, 2)), backend="nccl", num_ubatches=ubatches, split_points=points,
+        small.folder,
+        small.config,
+        ((9, 4), (11, 2)),
+        backend="nccl",
+        num_ubatches=ubatches,
+        split_points=points,
         dbo_decode_token_threshold=ubatches,
-    )  # fmt: skip
+    )
     launched = run(job)
     first = outcomes_of(launched)[0][0].slices
     assert [start for start, _ in first] == [0, *points]

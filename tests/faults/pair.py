@@ -115,14 +115,25 @@ def run(program: Callable[[SimWorld], Any], *, ranks: int = 1, strategy: Strateg
 
 
 def op(
-    world: SimWorld, name: str, *, us: float, reads: Sequence[Any] = (), writes: Sequence[Any] = (), kind: str = "op",
+    world: SimWorld,
+    name: str,
+    *,
+    us: float,
+    reads: Sequence[Any] = (),
+    writes: Sequence[Any] = (),
+    kind: str = "op",
     **attrs: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Device work of a known duration on the current stream."""
     world.current_stream().launch(
-        kind, name, duration_us=us, reads=tuple(r.access() for r in reads), writes=tuple(w.access() for w in writes),
-        src=world.source(), attrs=attrs,
-    )  # fmt: skip
+        kind,
+        name,
+        duration_us=us,
+        reads=tuple(r.access() for r in reads),
+        writes=tuple(w.access() for w in writes),
+        src=world.source(),
+        attrs=attrs,
+    )
 
 
 Body = Callable[[SimWorld], None]
@@ -172,15 +183,22 @@ def ring_step(
         return input_ids
 
     wrapper = UBatchWrapper(
-        model, world=world, schedule=load_schedule("mlp_shared_overlap"), backend="deepep_low_latency", moe_layers=(),
+        model,
+        world=world,
+        schedule=load_schedule("mlp_shared_overlap"),
+        backend="deepep_low_latency",
+        moe_layers=(),
         program=program,
-    )  # fmt: skip
+    )
     size = len(bodies)
     forward = ForwardContext(
-        attn_metadata=None, num_tokens=size, num_real_tokens=size, step=step,
+        attn_metadata=None,
+        num_tokens=size,
+        num_real_tokens=size,
+        step=step,
         ubatch_slices=[UBatchSlice(slice(i, i + 1), slice(i, i + 1)) for i in range(size)],
         ubatch_metadata=[SimpleNamespace(num_actual_tokens=1)] * size,
-    )  # fmt: skip
+    )
     world.in_ubatch(-1, step=step)
     if begin:
         world.trace.host("step.begin", tokens=size, requests=size)

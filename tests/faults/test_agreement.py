@@ -163,9 +163,13 @@ def soft_or_hard_and(table: np.ndarray, common: CommonConfig) -> Decision:
     tokens = table[ROW_REAL].tolist()
     split = max(tokens) >= SOFT_MIN_TOKENS and min(tokens) >= common.num_ubatches
     return replace(
-        decide(table, common), split=split, num_ubatches=common.num_ubatches if split else 1, split_points=(),
-        num_tokens_padded=tuple(tokens), reason="" if split else "not split: a rank cannot",
-    )  # fmt: skip
+        decide(table, common),
+        split=split,
+        num_ubatches=common.num_ubatches if split else 1,
+        split_points=(),
+        num_tokens_padded=tuple(tokens),
+        reason="" if split else "not split: a rank cannot",
+    )
 
 
 def soft_step(tokens: Sequence[int], *, asks_again: bool) -> Trace:
@@ -262,49 +266,80 @@ def gated(*, one_event: bool, strategy: Any = None) -> Trace:
 HANGS = frozenset({"deadlock", "collective-mismatch"})
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#50945", id="dp-disagreement", uses="dbo.batch.coordinate.decide",
-        buggy=lambda: dummy_step(dummies_do_not_split), fixed=lambda: dummy_step(votes_from_counts),
-        culprit={"rank": 1, "step": 0}, says=("num_ubatches=2 and num_ubatches=1",), also=HANGS,
+        case="vllm-project/vllm#50945",
+        id="dp-disagreement",
+        uses="dbo.batch.coordinate.decide",
+        buggy=lambda: dummy_step(dummies_do_not_split),
+        fixed=lambda: dummy_step(votes_from_counts),
+        culprit={"rank": 1, "step": 0},
+        says=("num_ubatches=2 and num_ubatches=1",),
+        also=HANGS,
     ),
     Pair(
-        case="vllm-project/vllm#25625", id="dp-disagreement", uses="dbo.batch.coordinate.decide",
-        buggy=lambda: mixed_step(own=True), fixed=lambda: mixed_step(own=False),
-        culprit={"rank": 1, "step": 0}, says=("cudagraph_mode=FULL and cudagraph_mode=NONE",),
+        case="vllm-project/vllm#25625",
+        id="dp-disagreement",
+        uses="dbo.batch.coordinate.decide",
+        buggy=lambda: mixed_step(own=True),
+        fixed=lambda: mixed_step(own=False),
+        culprit={"rank": 1, "step": 0},
+        says=("cudagraph_mode=FULL and cudagraph_mode=NONE",),
     ),
     Pair(
-        case="vllm-project/vllm#25906", id="dp-disagreement", uses="dbo.ubatching.graphs.StepGraphs",
+        case="vllm-project/vllm#25906",
+        id="dp-disagreement",
+        uses="dbo.ubatching.graphs.StepGraphs",
         buggy=lambda: graph_step(local_rows),
         fixed=lambda: graph_step(lambda world, decision: decision.num_tokens_padded[world.rank]),
-        culprit={"rank": 1, "step": 0}, says=("num_tokens=(128,) and num_tokens=(16,)",),
+        culprit={"rank": 1, "step": 0},
+        says=("num_tokens=(128,) and num_tokens=(16,)",),
     ),
     Pair(
-        case="vllm-project/vllm#44185", id="dp-disagreement", uses=MODEL_ONLY,
-        buggy=lambda: draft_step(shared=False), fixed=lambda: draft_step(shared=True),
-        culprit={"rank": 1, "step": 0}, says=("draft_forwards=0 and draft_forwards=3",), also=HANGS,
+        case="vllm-project/vllm#44185",
+        id="dp-disagreement",
+        uses=MODEL_ONLY,
+        buggy=lambda: draft_step(shared=False),
+        fixed=lambda: draft_step(shared=True),
+        culprit={"rank": 1, "step": 0},
+        says=("draft_forwards=0 and draft_forwards=3",),
+        also=HANGS,
     ),
     Pair(
-        case="ROCm/ATOM#1627", id="dp-disagreement", uses="dbo.batch.slicing.maybe_create_ubatch_slices",
-        buggy=lambda: soft_step([9000, 100], asks_again=True), fixed=lambda: soft_step([9000, 100], asks_again=False),
-        culprit={"rank": 1, "step": 0}, says=("ran 0 ubatches", "after deciding for 2"),
+        case="ROCm/ATOM#1627",
+        id="dp-disagreement",
+        uses="dbo.batch.slicing.maybe_create_ubatch_slices",
+        buggy=lambda: soft_step([9000, 100], asks_again=True),
+        fixed=lambda: soft_step([9000, 100], asks_again=False),
+        culprit={"rank": 1, "step": 0},
+        says=("ran 0 ubatches", "after deciding for 2"),
     ),
     Pair(
-        case="vllm-project/vllm#43547", id="collective-mismatch", uses="dbo.batch.coordinate.exchange",
+        case="vllm-project/vllm#43547",
+        id="collective-mismatch",
+        uses="dbo.batch.coordinate.exchange",
         buggy=lambda: skipping(lambda step, count: busy(step, count) if count else None),
         fixed=lambda: skipping(lambda step, count: busy(step, count) if count else RankColumn.idle(step)),
-        culprit={"rank": 1}, says=("dp.cpu #1 differs in tag", "tag=1", "tag=2"),
+        culprit={"rank": 1},
+        says=("dp.cpu #1 differs in tag", "tag=1", "tag=2"),
     ),
     Pair(
-        case="NVIDIA/TensorRT-LLM#16745", id="collective-mismatch", uses="dbo.moe.nccl.NcclPrepareAndFinalize",
-        buggy=lambda: chunked(own_entry_patched), fixed=lambda: chunked(shared_sizes),
-        culprit={"rank": 1}, says=("rank 1 sends rank 0 200 rows, rank 0 expects 0",),
+        case="NVIDIA/TensorRT-LLM#16745",
+        id="collective-mismatch",
+        uses="dbo.moe.nccl.NcclPrepareAndFinalize",
+        buggy=lambda: chunked(own_entry_patched),
+        fixed=lambda: chunked(shared_sizes),
+        culprit={"rank": 1},
+        says=("rank 1 sends rank 0 200 rows, rank 0 expects 0",),
     ),
     Pair(
-        case="NVIDIA/Megatron-LM#1810", id="collective-mismatch", uses=MODEL_ONLY,
+        case="NVIDIA/Megatron-LM#1810",
+        id="collective-mismatch",
+        uses=MODEL_ONLY,
         buggy=lambda: gated(one_event=True, strategy=C2First()),
         fixed=lambda: gated(one_event=False, strategy=C2First()),
-        culprit={"rank": 1}, says=("ep #0 differs in tag", "'c1'", "'c2'"),
+        culprit={"rank": 1},
+        says=("ep #0 differs in tag", "'c1'", "'c2'"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

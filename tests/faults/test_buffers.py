@@ -137,17 +137,23 @@ def cleaned(*, barrier: bool) -> Trace:
     def program(world: SimWorld) -> None:
         mine, theirs = f"rank {world.rank}", f"rank {1 - world.rank}"
         world.compute.launch(
-            "signal.clear", "clean", duration_us=(1, 5)[world.rank], finish=lambda: cells.pop(mine, None),
+            "signal.clear",
+            "clean",
+            duration_us=(1, 5)[world.rank],
+            finish=lambda: cells.pop(mine, None),
             attrs={"cell": mine},
-        )  # fmt: skip
+        )
         if barrier:
             world.compute.synchronize()
             world.control.all_reduce(np.zeros(1, dtype=np.int32), tag=0)
         if world.rank == 0:
             world.compute.launch(
-                "signal.set", "flag", duration_us=1, run=lambda: cells.update({theirs: 1}),
+                "signal.set",
+                "flag",
+                duration_us=1,
+                run=lambda: cells.update({theirs: 1}),
                 attrs={"cell": theirs, "round": 1},
-            )  # fmt: skip
+            )
         else:
             waits: dict[str, Any] = {"cell": mine, "round": 1, "found": -1}
             world.compute.launch("op", "other work", duration_us=1)
@@ -180,39 +186,64 @@ def counted(*, shared: bool) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#46990", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: two_in_flight(one_for_all), fixed=lambda: two_in_flight(per_ubatch),
-        culprit={"rank": 0, "ubatch": 0}, says=("expects u0 in workspace and can find u1",),
+        case="vllm-project/vllm#46990",
+        id="buffer-reuse",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: two_in_flight(one_for_all),
+        fixed=lambda: two_in_flight(per_ubatch),
+        culprit={"rank": 0, "ubatch": 0},
+        says=("expects u0 in workspace and can find u1",),
         also=frozenset({"stream-race"}),
     ),
     Pair(
-        case="vllm-project/vllm#46990", name="strict wait", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: two_in_flight(one_for_all), fixed=lambda: two_in_flight(one_for_all, waits=True),
-        culprit={"rank": 0, "ubatch": 0}, says=("written by dispatch",), also=frozenset({"stream-race"}),
+        case="vllm-project/vllm#46990",
+        name="strict wait",
+        id="buffer-reuse",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: two_in_flight(one_for_all),
+        fixed=lambda: two_in_flight(one_for_all, waits=True),
+        culprit={"rank": 0, "ubatch": 0},
+        says=("written by dispatch",),
+        also=frozenset({"stream-race"}),
     ),
     Pair(
-        case="vllm-project/vllm#58161", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: built(names_slot=False), fixed=lambda: built(names_slot=True),
-        culprit={"rank": 0}, says=("attention u0", "expects u0 in metadata and finds u1", "build u1"),
+        case="vllm-project/vllm#58161",
+        id="buffer-reuse",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: built(names_slot=False),
+        fixed=lambda: built(names_slot=True),
+        culprit={"rank": 0},
+        says=("attention u0", "expects u0 in metadata and finds u1", "build u1"),
     ),
     Pair(
-        case="deepseek-ai/DeepEP#513", id="buffer-reuse",
+        case="deepseek-ai/DeepEP#513",
+        id="buffer-reuse",
         uses="dbo.moe.deepep_low_latency.DeepEPLowLatencyPrepareAndFinalize",
-        buggy=lambda: outstanding(3), fixed=lambda: outstanding(1),
-        culprit={"rank": 0}, says=("call 1", "clears the flags of buffer 0 before call 0", "2 calls outstanding"),
+        buggy=lambda: outstanding(3),
+        fixed=lambda: outstanding(1),
+        culprit={"rank": 0},
+        says=("call 1", "clears the flags of buffer 0 before call 0", "2 calls outstanding"),
         also=frozenset({"stream-race"}),
     ),
     Pair(
-        case="uccl-project/uccl#993", id="buffer-reuse", uses=MODEL_ONLY,
-        buggy=lambda: cleaned(barrier=False), fixed=lambda: cleaned(barrier=True),
-        culprit={"rank": 1}, says=("rank 1", "round 1"),
+        case="uccl-project/uccl#993",
+        id="buffer-reuse",
+        uses=MODEL_ONLY,
+        buggy=lambda: cleaned(barrier=False),
+        fixed=lambda: cleaned(barrier=True),
+        culprit={"rank": 1},
+        says=("rank 1", "round 1"),
     ),
     Pair(
-        case="uccl-project/uccl#986", id="buffer-reuse", uses=MODEL_ONLY,
-        buggy=lambda: counted(shared=True), fixed=lambda: counted(shared=False),
-        culprit={"rank": 1}, says=("waits for round B", "the signal of round A"),
+        case="uccl-project/uccl#986",
+        id="buffer-reuse",
+        uses=MODEL_ONLY,
+        buggy=lambda: counted(shared=True),
+        fixed=lambda: counted(shared=False),
+        culprit={"rank": 1},
+        says=("waits for round B", "the signal of round A"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -86,8 +86,15 @@ def two_sizes(order: Sequence[str], *, temporary: bool) -> Trace:
                 block = pool.take() if temporary else workspace.get_simultaneous(rows(count), slot=SLOT)[0]
                 staging = bytes_of(block, f"staging of {name}")
                 op(world, "pack", us=2, writes=[staging], tags={staging.buffer: f"rows of {name}"})
-                op(world, "merge", us=2, reads=[staging], writes=[out],
-                   expects={staging.buffer: f"rows of {name}"}, tags={out.buffer: f"result of {name}"})  # fmt: skip
+                op(
+                    world,
+                    "merge",
+                    us=2,
+                    reads=[staging],
+                    writes=[out],
+                    expects={staging.buffer: f"rows of {name}"},
+                    tags={out.buffer: f"result of {name}"},
+                )
             if temporary:
                 pool.drop(block)  # nobody holds the staging after the capture
             graphs[name] = graph, out
@@ -122,10 +129,13 @@ def looked_up(captured: Sequence[int], wanted: Sequence[int], *, put: KeyOf, get
 
     def context(sizes: Sequence[int], key: GraphKey, step: int) -> ForwardContext:
         return ForwardContext(
-            attn_metadata=None, num_tokens=sum(sizes), step=step, graph_key=key,
+            attn_metadata=None,
+            num_tokens=sum(sizes),
+            step=step,
+            graph_key=key,
             ubatch_slices=[UBatchSlice(slice(0, n), slice(0, n)) for n in sizes],
             ubatch_metadata=[SimpleNamespace(num_actual_tokens=n) for n in sizes],
-        )  # fmt: skip
+        )
 
     def program(world: SimWorld) -> None:
         graphs = StepGraphs(world)
@@ -145,11 +155,17 @@ def two_by_two(prefilling: bool) -> ScheduledBatch:
     """Two requests of two tokens; with a decode length of one they count as prefills."""
     requests = tuple(
         ScheduledRequest(
-            request_id=f"r{i}", token_ids=(1, 2), num_computed_tokens=4, block_ids=(1 + i,), is_prefilling=prefilling,
-            samples=True, sampling=SamplingParams(), output_index=0,
+            request_id=f"r{i}",
+            token_ids=(1, 2),
+            num_computed_tokens=4,
+            block_ids=(1 + i,),
+            is_prefilling=prefilling,
+            samples=True,
+            sampling=SamplingParams(),
+            output_index=0,
         )
         for i in range(2)
-    )  # fmt: skip
+    )
     return ScheduledBatch(requests=requests, block_tokens=16)
 
 
@@ -212,38 +228,63 @@ def sums(captured: Sequence[int], wanted: Sequence[int]) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#45487", id="graph-stale", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: grown(own_staging=False), fixed=lambda: grown(own_staging=True),
-        culprit={"rank": 0}, says=("replay of G4", "slot u0/dcp as of generation 1", "generation 2"),
+        case="vllm-project/vllm#45487",
+        id="graph-stale",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: grown(own_staging=False),
+        fixed=lambda: grown(own_staging=True),
+        culprit={"rank": 0},
+        says=("replay of G4", "slot u0/dcp as of generation 1", "generation 2"),
     ),
     Pair(
-        case="vllm-project/vllm#45487", name="largest first", id="graph-stale", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: grown(own_staging=False), fixed=lambda: grown(own_staging=False, largest_first=True),
-        culprit={"rank": 0}, says=("replay of G4",),
+        case="vllm-project/vllm#45487",
+        name="largest first",
+        id="graph-stale",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: grown(own_staging=False),
+        fixed=lambda: grown(own_staging=False, largest_first=True),
+        culprit={"rank": 0},
+        says=("replay of G4",),
     ),
     Pair(
-        case="local-inference-lab/vllm#117", id="buffer-reuse", uses="dbo.dcp.workspace.WorkspaceManager",
-        buggy=lambda: two_sizes(["G4", "G8"], temporary=True), fixed=lambda: two_sizes(["G4", "G8"], temporary=False),
-        culprit={"rank": 0}, says=("sample G4", "expects result of G4", "finds rows of G8", "written by pack"),
+        case="local-inference-lab/vllm#117",
+        id="buffer-reuse",
+        uses="dbo.dcp.workspace.WorkspaceManager",
+        buggy=lambda: two_sizes(["G4", "G8"], temporary=True),
+        fixed=lambda: two_sizes(["G4", "G8"], temporary=False),
+        culprit={"rank": 0},
+        says=("sample G4", "expects result of G4", "finds rows of G8", "written by pack"),
     ),
     Pair(
-        case="vllm-project/vllm#43145", name="3x4", id="graph-capture", uses="dbo.ubatching.graphs.graph_key",
+        case="vllm-project/vllm#43145",
+        name="3x4",
+        id="graph-capture",
+        uses="dbo.ubatching.graphs.graph_key",
         buggy=lambda: sums([4] * 3, [4] * 3),
         fixed=lambda: looked_up([4] * 3, [4] * 3, put=whole_key, get=whole_key),
-        culprit={"rank": 0, "step": 0}, says=("finds no graph", '"num_tokens": [12]', "was stored under", "[8]"),
+        culprit={"rank": 0, "step": 0},
+        says=("finds no graph", '"num_tokens": [12]', "was stored under", "[8]"),
     ),
     Pair(
-        case="vllm-project/vllm#43145", name="4x2", id="graph-capture", uses="dbo.ubatching.graphs.graph_key",
+        case="vllm-project/vllm#43145",
+        name="4x2",
+        id="graph-capture",
+        uses="dbo.ubatching.graphs.graph_key",
         buggy=lambda: sums([2] * 4, [2] * 4),
         fixed=lambda: looked_up([2] * 4, [2] * 4, put=whole_key, get=whole_key),
-        culprit={"rank": 0, "step": 0}, says=("finds no graph", '"num_tokens": [8]', "was stored under", "[4]"),
+        culprit={"rank": 0, "step": 0},
+        says=("finds no graph", '"num_tokens": [8]', "was stored under", "[4]"),
     ),
     Pair(
-        case="vllm-project/vllm#45425", id="graph-capture", uses="dbo.engine.scheduled.uniform_query_len",
-        buggy=lambda: drafts(lengths_only), fixed=lambda: drafts(uniform_query_len),
-        culprit={"rank": 0, "step": 0}, says=("replays the graph of", '"num_prefills": [0]', '"num_prefills": [2]'),
+        case="vllm-project/vllm#45425",
+        id="graph-capture",
+        uses="dbo.engine.scheduled.uniform_query_len",
+        buggy=lambda: drafts(lengths_only),
+        fixed=lambda: drafts(uniform_query_len),
+        culprit={"rank": 0, "step": 0},
+        says=("replays the graph of", '"num_prefills": [0]', '"num_prefills": [2]'),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -90,23 +90,34 @@ def by_request_only(plan: BatchPlan, piece: UBatchSlice) -> BatchPlan:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#57502", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
-        buggy=lambda: cut(SIXTY_FOUR, 32, parent=too_short()), fixed=lambda: cut(SIXTY_FOUR, 32),
-        culprit={"rank": 0, "step": 0}, says=("positions of the batch", "32 entries for 64 token rows"),
+        case="vllm-project/vllm#57502",
+        id="metadata-slice",
+        uses="dbo.batch.slicing.slice_plan",
+        buggy=lambda: cut(SIXTY_FOUR, 32, parent=too_short()),
+        fixed=lambda: cut(SIXTY_FOUR, 32),
+        culprit={"rank": 0, "step": 0},
+        says=("positions of the batch", "32 entries for 64 token rows"),
         also=frozenset({"unequal-yields"}),
     ),
     Pair(
-        case="vllm-project/vllm#48659", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
-        buggy=lambda: cut(FIVE, 16, cached()), fixed=lambda: cut(FIVE, 16),
+        case="vllm-project/vllm#48659",
+        id="metadata-slice",
+        uses="dbo.batch.slicing.slice_plan",
+        buggy=lambda: cut(FIVE, 16, cached()),
+        fixed=lambda: cut(FIVE, 16),
         culprit={"rank": 0, "ubatch": 1, "step": 0},
         says=("query_start_loc of ubatch 1", "[0, 5, 14, 16]", "[0, 7, 8]"),
     ),
     Pair(
-        case="vllm-project/vllm#56031", id="metadata-slice", uses="dbo.batch.slicing.slice_plan",
-        buggy=lambda: cut(CONTINUED, 4, by_request_only), fixed=lambda: cut(CONTINUED, 4),
-        culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("num_computed_tokens of ubatch 1", "[24]", "[28]"),
+        case="vllm-project/vllm#56031",
+        id="metadata-slice",
+        uses="dbo.batch.slicing.slice_plan",
+        buggy=lambda: cut(CONTINUED, 4, by_request_only),
+        fixed=lambda: cut(CONTINUED, 4),
+        culprit={"rank": 0, "ubatch": 1, "step": 0},
+        says=("num_computed_tokens of ubatch 1", "[24]", "[28]"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -32,9 +32,11 @@ def merged_by(how: Merge, out: torch.Tensor, lse: torch.Tensor, *, base_on_e: bo
     """Output and LSE of a merge beside those of the float64 reference."""
     got, want = how(out, lse), merge_float64(out, lse, base_on_e)
     return compared(
-        "merged output and LSE", torch.cat([got[0].flatten(), got[1].flatten()]),
-        torch.cat([want[0].flatten(), want[1].flatten()]), "float64 merge in the producer's base",
-    )  # fmt: skip
+        "merged output and LSE",
+        torch.cat([got[0].flatten(), got[1].flatten()]),
+        torch.cat([want[0].flatten(), want[1].flatten()]),
+        "float64 merge in the producer's base",
+    )
 
 
 # -- base 2: vllm#47079 -----------------------------------------------------------------------------------------------
@@ -101,35 +103,52 @@ def read_as_one_number(lse: torch.Tensor) -> torch.Tensor:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#47079", id="numeric", uses="dbo.dcp.merge",
+        case="vllm-project/vllm#47079",
+        id="numeric",
+        uses="dbo.dcp.merge",
         buggy=lambda: merged_by(merge, *QUARTERS, base_on_e=False),
         fixed=lambda: merged_by(as_base_2, *QUARTERS, base_on_e=False),
-        culprit={"rank": 0}, says=("merged output and LSE",),
+        culprit={"rank": 0},
+        says=("merged output and LSE",),
     ),
     Pair(
-        case="vllm-project/vllm#38416", id="numeric", uses="dbo.dcp.dcp_a2a_lse_reduce",
+        case="vllm-project/vllm#38416",
+        id="numeric",
+        uses="dbo.dcp.dcp_a2a_lse_reduce",
         buggy=lambda: compared("output", short_prompt(masked=False), torch.ones(8), "ranks with keys only"),
         fixed=lambda: compared("output", short_prompt(masked=True), torch.ones(8), "ranks with keys only"),
-        culprit={"rank": 0}, says=("off by 0.557",),
+        culprit={"rank": 0},
+        says=("off by 0.557",),
     ),
     Pair(
-        case="vllm-project/vllm#39148", id="numeric", uses="dbo.dcp.merge",
-        buggy=lambda: merged_by(unguarded, *BOTH_EMPTY), fixed=lambda: merged_by(merge, *BOTH_EMPTY),
-        culprit={"rank": 0}, says=("off by nan",),
+        case="vllm-project/vllm#39148",
+        id="numeric",
+        uses="dbo.dcp.merge",
+        buggy=lambda: merged_by(unguarded, *BOTH_EMPTY),
+        fixed=lambda: merged_by(merge, *BOTH_EMPTY),
+        culprit={"rank": 0},
+        says=("off by nan",),
     ),
     Pair(
-        case="vllm-project/vllm#39148", name="finite", id="numeric", uses="dbo.dcp.merge",
+        case="vllm-project/vllm#39148",
+        name="finite",
+        id="numeric",
+        uses="dbo.dcp.merge",
         buggy=lambda: merged_by(finite_stand_in, BOTH_EMPTY[0] + 7.0, BOTH_EMPTY[1]),
         fixed=lambda: merged_by(merge, BOTH_EMPTY[0] + 7.0, BOTH_EMPTY[1]),
-        culprit={"rank": 0}, says=("off by inf",),
+        culprit={"rank": 0},
+        says=("off by inf",),
     ),
     Pair(
-        case="local-inference-lab/vllm#339", id="numeric", uses="dbo.dcp.pack",
+        case="local-inference-lab/vllm#339",
+        id="numeric",
+        uses="dbo.dcp.pack",
         buggy=lambda: compared("LSE", read_as_one_number(TWO_HEADS), TWO_HEADS, "the values sent", limit=0.0),
         fixed=lambda: compared("LSE", through_the_payload(TWO_HEADS), TWO_HEADS, "the values sent", limit=0.0),
-        culprit={"rank": 0}, says=("off by 4.25",),
+        culprit={"rank": 0},
+        says=("off by 4.25",),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -162,8 +181,10 @@ def test_two_empty_parts_and_then_a_real_one_give_the_real_one() -> None:
 def test_two_heads_read_as_one_number() -> None:
     assert read_as_one_number(TWO_HEADS)[0].tolist() == pytest.approx([1.00197, 1.00197], abs=1e-5)
     assert {d: lse_pack_dim(d) for d in (torch.float32, torch.bfloat16, torch.float16)} == {
-        torch.float32: 1, torch.bfloat16: 2, torch.float16: 2,
-    }  # fmt: skip
+        torch.float32: 1,
+        torch.bfloat16: 2,
+        torch.float16: 2,
+    }
 
 
 @pytest.mark.parametrize("bits", [-0x800000, 0x7FC12345, 0, 1, 0x461C4000, 0x00400000])

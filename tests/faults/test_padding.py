@@ -36,9 +36,13 @@ def strictly_less(table: np.ndarray, common: CommonConfig) -> Decision:
     if 2 * least < size:
         return decision
     return replace(
-        decision, split=True, num_ubatches=2, split_points=default_split_points(size, 2), reason="",
+        decision,
+        split=True,
+        num_ubatches=2,
+        split_points=default_split_points(size, 2),
+        reason="",
         num_tokens_padded=(size,) * table.shape[1],
-    )  # fmt: skip
+    )
 
 
 def guarded(tokens: Sequence[int], policy: Decide = decide) -> Trace:
@@ -123,37 +127,55 @@ def varied(row_ops: TorchRowOps) -> Trace:
         for content in (0.0, 1e30, float("inf"), float("nan")):
             difference = (sent(row_ops, content) - sent(row_ops, 0.0)).abs().max()
             world.trace.host(
-                "numeric", name=f"rows 0 to {REAL - 1}", error=float(difference), limit=0.0, varied="padding",
+                "numeric",
+                name=f"rows 0 to {REAL - 1}",
+                error=float(difference),
+                limit=0.0,
+                varied="padding",
                 reference=f"padding rows of 0 instead of {content}",
-            )  # fmt: skip
+            )
 
     return run(program)
 
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#57020", id="empty-ubatch", uses="dbo.batch.coordinate.decide",
-        buggy=lambda: guarded([64, 128], strictly_less), fixed=lambda: guarded([64, 128]),
-        culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("64 real tokens in 2 ubatches of 64 + 64 rows",),
+        case="vllm-project/vllm#57020",
+        id="empty-ubatch",
+        uses="dbo.batch.coordinate.decide",
+        buggy=lambda: guarded([64, 128], strictly_less),
+        fixed=lambda: guarded([64, 128]),
+        culprit={"rank": 0, "ubatch": 1, "step": 0},
+        says=("64 real tokens in 2 ubatches of 64 + 64 rows",),
     ),
     Pair(
-        case="vllm-project/vllm#26375", id="padding-leak", uses="dbo.batch.coordinate.decide",
+        case="vllm-project/vllm#26375",
+        id="padding-leak",
+        uses="dbo.batch.coordinate.decide",
         buggy=lambda: padded([8000, 200], [False, False], always_to_the_maximum),
         fixed=lambda: padded([8000, 200], [False, False]),
-        culprit={"rank": 1, "step": 0}, says=("runs 8000 rows", "its own count is 200"),
+        culprit={"rank": 1, "step": 0},
+        says=("runs 8000 rows", "its own count is 200"),
     ),
     Pair(
-        case="vllm-project/vllm#34102", id="padding-leak", uses="dbo.batch.coordinate.decide",
+        case="vllm-project/vllm#34102",
+        id="padding-leak",
+        uses="dbo.batch.coordinate.decide",
         buggy=lambda: padded([40, 8], [True, False], before_the_modes_meet),
         fixed=lambda: padded([40, 8], [True, False]),
-        culprit={"rank": 0, "step": 0}, says=("runs 64 rows", "its own count is 40"),
+        culprit={"rank": 0, "step": 0},
+        says=("runs 64 rows", "its own count is 40"),
     ),
     Pair(
-        case="vllm-project/vllm#41249", id="padding-leak", uses="dbo.moe.row_ops.TorchRowOps",
-        buggy=lambda: varied(MultipliesByTheMask()), fixed=lambda: varied(TorchRowOps()),
-        culprit={"rank": 0}, says=("rows 0 to 2", "changes by nan"),
+        case="vllm-project/vllm#41249",
+        id="padding-leak",
+        uses="dbo.moe.row_ops.TorchRowOps",
+        buggy=lambda: varied(MultipliesByTheMask()),
+        fixed=lambda: varied(TorchRowOps()),
+        culprit={"rank": 0},
+        says=("rows 0 to 2", "changes by nan"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -149,43 +149,84 @@ def failing(context: type[UBatchContext], bodies: list[Body], *, before: tuple[i
 
 def raises(case: str, name: str, *, buggy: Any, fixed: Any, bodies: list[Body], ubatch: int, **more: Any) -> Pair:
     return Pair(
-        case=case, name=name, id="swallowed-error", uses="dbo.ubatching.ring.UBatchContext", raises=True,
-        buggy=lambda: failing(buggy, bodies, **more), fixed=lambda: failing(fixed, bodies, **more),
-        culprit={"rank": 0, "ubatch": ubatch, "step": 0}, says=("raised Broken", "never ended (hung)"),
+        case=case,
+        name=name,
+        id="swallowed-error",
+        uses="dbo.ubatching.ring.UBatchContext",
+        raises=True,
+        buggy=lambda: failing(buggy, bodies, **more),
+        fixed=lambda: failing(fixed, bodies, **more),
+        culprit={"rank": 0, "ubatch": ubatch, "step": 0},
+        says=("raised Broken", "never ended (hung)"),
         also=frozenset({"deadlock"}),
-    )  # fmt: skip
+    )
 
 
 BARRIER = "h2oai/datatable#2521"
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#55586", name="hook", id="unequal-yields", uses="dbo.ubatching.ring.UBatchContext",
-        buggy=lambda: shrinking(DepartedLooksPresent, hook=True), fixed=lambda: shrinking(UBatchContext, hook=True),
-        culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("a plain ring would hang (y0=2, y1=3)",),
+        case="vllm-project/vllm#55586",
+        name="hook",
+        id="unequal-yields",
+        uses="dbo.ubatching.ring.UBatchContext",
+        buggy=lambda: shrinking(DepartedLooksPresent, hook=True),
+        fixed=lambda: shrinking(UBatchContext, hook=True),
+        culprit={"rank": 0, "ubatch": 1, "step": 0},
+        says=("a plain ring would hang (y0=2, y1=3)",),
         also=frozenset({"deadlock", "hook-lost"}),
     ),
     Pair(
-        case="vllm-project/vllm#55586", name="yield", id="unequal-yields", uses="dbo.ubatching.ring.UBatchContext",
-        buggy=lambda: shrinking(DepartedLooksPresent, hook=False), fixed=lambda: shrinking(UBatchContext, hook=False),
-        culprit={"rank": 0, "ubatch": 1, "step": 0}, says=("a plain ring would hang (y0=2, y1=3)",),
+        case="vllm-project/vllm#55586",
+        name="yield",
+        id="unequal-yields",
+        uses="dbo.ubatching.ring.UBatchContext",
+        buggy=lambda: shrinking(DepartedLooksPresent, hook=False),
+        fixed=lambda: shrinking(UBatchContext, hook=False),
+        culprit={"rank": 0, "ubatch": 1, "step": 0},
+        says=("a plain ring would hang (y0=2, y1=3)",),
         also=frozenset({"deadlock"}),
     ),
-    raises("vllm-project/vllm#55586", "raise", buggy=DiesSilently, fixed=UBatchContext,
-           bodies=[raising(1, 2), yields(2)], ubatch=0),
-    Pair(
-        case="vllm-project/vllm#30120", id="deadlock", uses="dbo.ubatching.ring.UBatchContext",
-        buggy=lambda: narrower(RingSizeOfTheProcess), fixed=lambda: narrower(UBatchContext),
-        culprit={"rank": 0, "step": 1}, says=("baton u0", "baton u1"),
+    raises(
+        "vllm-project/vllm#55586",
+        "raise",
+        buggy=DiesSilently,
+        fixed=UBatchContext,
+        bodies=[raising(1, 2), yields(2)],
+        ubatch=0,
     ),
-    raises(BARRIER, "before the barrier", buggy=NobodyAborts, fixed=UBatchContext, bodies=[yields(2), yields(2)],
-           ubatch=1, before=(1,)),
-    raises(BARRIER, "before the first hand-off", buggy=after_barrier(DiesSilently), fixed=after_barrier(UBatchContext),
-           bodies=[yields(2), yields(2)], ubatch=1),
-    raises(BARRIER, "last segment", buggy=DiesSilently, fixed=UBatchContext, bodies=[raising(2, 2), yields(2)],
-           ubatch=0),
-    raises(BARRIER, "both", buggy=NobodyAborts, fixed=UBatchContext, bodies=[yields(2), yields(2)], ubatch=0,
-           before=(0, 1)),
-]  # fmt: skip
+    Pair(
+        case="vllm-project/vllm#30120",
+        id="deadlock",
+        uses="dbo.ubatching.ring.UBatchContext",
+        buggy=lambda: narrower(RingSizeOfTheProcess),
+        fixed=lambda: narrower(UBatchContext),
+        culprit={"rank": 0, "step": 1},
+        says=("baton u0", "baton u1"),
+    ),
+    raises(
+        BARRIER,
+        "before the barrier",
+        buggy=NobodyAborts,
+        fixed=UBatchContext,
+        bodies=[yields(2), yields(2)],
+        ubatch=1,
+        before=(1,),
+    ),
+    raises(
+        BARRIER,
+        "before the first hand-off",
+        buggy=after_barrier(DiesSilently),
+        fixed=after_barrier(UBatchContext),
+        bodies=[yields(2), yields(2)],
+        ubatch=1,
+    ),
+    raises(
+        BARRIER, "last segment", buggy=DiesSilently, fixed=UBatchContext, bodies=[raising(2, 2), yields(2)], ubatch=0
+    ),
+    raises(
+        BARRIER, "both", buggy=NobodyAborts, fixed=UBatchContext, bodies=[yields(2), yields(2)], ubatch=0, before=(0, 1)
+    ),
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -56,9 +56,15 @@ def profiled(tokens: Sequence[int], shapes_of: Shapes = profile_shapes) -> Trace
 def whole_run(profile: Shapes = profile_shapes) -> Trace:
     """The same through the whole program of two ranks: prompts of 8192 tokens and of one."""
     job = ordering_job(
-        ((8192,), (1,)), new_tokens=1, max_num_batched_tokens=8192, max_model_len=8200, block_size=64,
-        num_kv_blocks=256, model={"max_position_embeddings": 8200}, programs=lambda rank: Program(profile=profile),
-    )  # fmt: skip
+        ((8192,), (1,)),
+        new_tokens=1,
+        max_num_batched_tokens=8192,
+        max_model_len=8200,
+        block_size=64,
+        num_kv_blocks=256,
+        model={"max_position_embeddings": 8200},
+        programs=lambda rank: Program(profile=profile),
+    )
     return run_job(job).trace
 
 
@@ -85,26 +91,44 @@ def decoded(tokens: Sequence[int], ladder: Callable[..., tuple[int, ...]] = capt
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#52176", id="capacity", uses="dbo.config.profile_shapes",
-        buggy=lambda: profiled([8192, 1], split_only), fixed=lambda: profiled([8192, 1]),
-        culprit={"rank": 0, "step": 0}, says=("rows forward", "used up to 8192", "reserved are 4096"),
+        case="vllm-project/vllm#52176",
+        id="capacity",
+        uses="dbo.config.profile_shapes",
+        buggy=lambda: profiled([8192, 1], split_only),
+        fixed=lambda: profiled([8192, 1]),
+        culprit={"rank": 0, "step": 0},
+        says=("rows forward", "used up to 8192", "reserved are 4096"),
     ),
     Pair(
-        case="vllm-project/vllm#52176", name="whole run", id="capacity", uses="dbo.config.profile_shapes",
-        buggy=lambda: whole_run(split_only), fixed=whole_run,
-        culprit={"rank": 0, "step": 0}, says=("rows forward", "used up to 8192", "reserved are 4096"),
+        case="vllm-project/vllm#52176",
+        name="whole run",
+        id="capacity",
+        uses="dbo.config.profile_shapes",
+        buggy=lambda: whole_run(split_only),
+        fixed=whole_run,
+        culprit={"rank": 0, "step": 0},
+        says=("rows forward", "used up to 8192", "reserved are 4096"),
     ),
     Pair(
-        case="vllm-project/vllm#40734", id="no-overlap", uses="dbo.config.capture_ladder",
-        buggy=lambda: decoded([700], multiples_only), fixed=lambda: decoded([700]),
-        culprit={"rank": 0, "step": 0}, says=("700 tokens runs without a graph",),
+        case="vllm-project/vllm#40734",
+        id="no-overlap",
+        uses="dbo.config.capture_ladder",
+        buggy=lambda: decoded([700], multiples_only),
+        fixed=lambda: decoded([700]),
+        culprit={"rank": 0, "step": 0},
+        says=("700 tokens runs without a graph",),
     ),
     Pair(
-        case="vllm-project/vllm#40734", name="two ranks", id="no-overlap", uses="dbo.config.capture_ladder",
-        buggy=lambda: decoded([700, 680], multiples_only), fixed=lambda: decoded([700, 680]),
-        culprit={"rank": 0, "step": 0}, says=("700 tokens runs without a graph",),
+        case="vllm-project/vllm#40734",
+        name="two ranks",
+        id="no-overlap",
+        uses="dbo.config.capture_ladder",
+        buggy=lambda: decoded([700, 680], multiples_only),
+        fixed=lambda: decoded([700, 680]),
+        culprit={"rank": 0, "step": 0},
+        says=("700 tokens runs without a graph",),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -28,9 +28,15 @@ def exchanged(orders: Sequence[str], weights_sms: int = 32) -> Trace:
             group, stream, sms = kernels[name]
             world.set_stream(stream)
             group.exchange(
-                name, signature=([1], "uint8"), value=None, reads=(), writes=(), duration_us=5.0,
-                connect=lambda members, rank: (lambda: None, lambda: None), sms=sms,
-            )  # fmt: skip
+                name,
+                signature=([1], "uint8"),
+                value=None,
+                reads=(),
+                writes=(),
+                duration_us=5.0,
+                connect=lambda members, rank: (lambda: None, lambda: None),
+                sms=sms,
+            )
         for stream in (world.comm, world.compute):
             stream.synchronize()
 
@@ -39,18 +45,31 @@ def exchanged(orders: Sequence[str], weights_sms: int = 32) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#32860", id="slot-cycle", uses=MODEL_ONLY,
-        buggy=lambda: exchanged(["NL", "LN"]), fixed=lambda: exchanged(["NL", "NL"]),
-        culprit={"rank": 1}, also=frozenset({"deadlock"}),
-        says=("resource cycle over 132 SMs", "rank 0 launches N (32 SMs) before L (120)",
-              "rank 1 launches L (120) before N (32)"),
+        case="vllm-project/vllm#32860",
+        id="slot-cycle",
+        uses=MODEL_ONLY,
+        buggy=lambda: exchanged(["NL", "LN"]),
+        fixed=lambda: exchanged(["NL", "NL"]),
+        culprit={"rank": 1},
+        also=frozenset({"deadlock"}),
+        says=(
+            "resource cycle over 132 SMs",
+            "rank 0 launches N (32 SMs) before L (120)",
+            "rank 1 launches L (120) before N (32)",
+        ),
     ),
     Pair(
-        case="vllm-project/vllm#32860", name="fits", id="slot-cycle", uses=MODEL_ONLY,
-        buggy=lambda: exchanged(["NL", "LN"], 14), fixed=lambda: exchanged(["NL", "LN"], 12),
-        culprit={"rank": 1}, says=("N (14)",), also=frozenset({"deadlock"}),
+        case="vllm-project/vllm#32860",
+        name="fits",
+        id="slot-cycle",
+        uses=MODEL_ONLY,
+        buggy=lambda: exchanged(["NL", "LN"], 14),
+        fixed=lambda: exchanged(["NL", "LN"], 12),
+        culprit={"rank": 1},
+        says=("N (14)",),
+        also=frozenset({"deadlock"}),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -131,26 +131,43 @@ def combine_with(row_ops: type[DeterministicFill]) -> Trace:
 
 PAIRS = [
     Pair(
-        case="vllm-project/vllm#38451", id="no-overlap", uses="dbo.ubatching.ring.UBatchContext",
-        buggy=lambda: exchange_after_a(RecordsAfterTheYield), fixed=lambda: exchange_after_a(UBatchContext),
-        culprit={"rank": 0, "ubatch": 0}, says=("dispatch of ubatch 0", "waits for B of ubatch 1"),
+        case="vllm-project/vllm#38451",
+        id="no-overlap",
+        uses="dbo.ubatching.ring.UBatchContext",
+        buggy=lambda: exchange_after_a(RecordsAfterTheYield),
+        fixed=lambda: exchange_after_a(UBatchContext),
+        culprit={"rank": 0, "ubatch": 0},
+        says=("dispatch of ubatch 0", "waits for B of ubatch 1"),
     ),
     Pair(
-        case="vllm-project/vllm#38451", name="mirror", id="stream-race", uses="dbo.ubatching.ring.UBatchContext",
-        buggy=lambda: exchange_after_a(RecordsElsewhere), fixed=lambda: exchange_after_a(UBatchContext),
-        culprit={"rank": 0, "ubatch": 0}, says=("x of rank 0", "u0 A", "u0 dispatch"),
+        case="vllm-project/vllm#38451",
+        name="mirror",
+        id="stream-race",
+        uses="dbo.ubatching.ring.UBatchContext",
+        buggy=lambda: exchange_after_a(RecordsElsewhere),
+        fixed=lambda: exchange_after_a(UBatchContext),
+        culprit={"rank": 0, "ubatch": 0},
+        says=("x of rank 0", "u0 A", "u0 dispatch"),
     ),
     Pair(
-        case="vllm-project/vllm#27666", id="stream-race", uses="dbo.ubatching.ring.dbo_get_previous_event",
-        buggy=lambda: dispatch_with(whatever_is_current), fixed=lambda: dispatch_with(dbo_get_previous_event),
-        culprit={"rank": 0, "ubatch": 0}, says=("x of rank 0", "a write by u0 write x", "a read by u0 dispatch"),
+        case="vllm-project/vllm#27666",
+        id="stream-race",
+        uses="dbo.ubatching.ring.dbo_get_previous_event",
+        buggy=lambda: dispatch_with(whatever_is_current),
+        fixed=lambda: dispatch_with(dbo_get_previous_event),
+        culprit={"rank": 0, "ubatch": 0},
+        says=("x of rank 0", "a write by u0 write x", "a read by u0 dispatch"),
     ),
     Pair(
-        case="deepseek-ai/DeepEP#589", id="stream-race", uses="dbo.moe.nccl.NcclPrepareAndFinalize",
-        buggy=lambda: combine_with(FillOnCompute), fixed=lambda: combine_with(DeterministicFill),
-        culprit={"rank": 0}, says=("a write by fill_nan", "a write by all_to_all_single"),
+        case="deepseek-ai/DeepEP#589",
+        id="stream-race",
+        uses="dbo.moe.nccl.NcclPrepareAndFinalize",
+        buggy=lambda: combine_with(FillOnCompute),
+        fixed=lambda: combine_with(DeterministicFill),
+        culprit={"rank": 0},
+        says=("a write by fill_nan", "a write by all_to_all_single"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -18,21 +18,41 @@ from sim.faults import CATALOGUE
 from sim.faults.fault import Site
 
 CASE = Case(
-    backend="deepep_low_latency", ranks=2, ubatches=2, dense_layers=1, moe_layers=2, experts=4, top_k=2,
-    decode_threshold=2, prefill_threshold=4, max_batched_tokens=12, max_seqs=4, block_size=4, num_kv_blocks=20,
+    backend="deepep_low_latency",
+    ranks=2,
+    ubatches=2,
+    dense_layers=1,
+    moe_layers=2,
+    experts=4,
+    top_k=2,
+    decode_threshold=2,
+    prefill_threshold=4,
+    max_batched_tokens=12,
+    max_seqs=4,
+    block_size=4,
+    num_kv_blocks=20,
     items=load_schedule("mlp_shared_overlap").items,
     requests=(
         (RequestPlan(prompt_tokens=7, new_tokens=3), RequestPlan(prompt_tokens=2, new_tokens=2, arrives=1, aborted=3)),
         (RequestPlan(prompt_tokens=6, new_tokens=2),),
     ),
-)  # fmt: skip
+)
 SPELLING = "f1:ll.r2.u2.d1.m2.e4.k2.t2+4.b12.s4.g4x20:abhD.dmhCs.c:7+3,2+2@1-3/6+2:o"
 TOKEN = "f2:hhgJneWtoIOowGpaWNjWFPZE"
 FULL = dataclasses.replace(
-    CASE, backend="nccl", ranks=6, dcp_size=3, dcp_backend="a2a_direct", interleave=2, graphs=True,
-    capture_sizes=(2, 40), shared_experts="stream", split_points=(3,), mode="numeric",
+    CASE,
+    backend="nccl",
+    ranks=6,
+    dcp_size=3,
+    dcp_backend="a2a_direct",
+    interleave=2,
+    graphs=True,
+    capture_sizes=(2, 40),
+    shared_experts="stream",
+    split_points=(3,),
+    mode="numeric",
     fault="whole-metadata:rank=5,field=num_computed_tokens",
-)  # fmt: skip
+)
 FULL_SPELLING = (
     "f1:nccl.r6.u2.d1.m2.e4.k2.t2+4.b12.s4.g4x20.x3.F2+40.c3di2.hs:abhD.dmhCs.c:7+3,2+2@1-3/6+2:n"
     ":whole-metadata:rank=5,field=num_computed_tokens"

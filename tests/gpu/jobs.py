@@ -41,26 +41,44 @@ def small_job(
     """Some steps split, some do not; one rank has less to do than the others and is idle at the end."""
     options: dict[str, Any] = {"low_latency_max_tokens_per_rank": 32} if backend == "deepep_low_latency" else {}
     config = DBOConfig(
-        world="gpu", data_parallel_size=ranks, enable_expert_parallel=True, enable_dbo=True, all2all_backend=backend,
-        dbo_decode_token_threshold=4, dbo_prefill_token_threshold=12, max_num_batched_tokens=32, max_num_seqs=8,
-        max_model_len=64, block_size=8, num_kv_blocks=64, dtype="float32", dbo_schedule=schedule, **options,
-    )  # fmt: skip
+        world="gpu",
+        data_parallel_size=ranks,
+        enable_expert_parallel=True,
+        enable_dbo=True,
+        all2all_backend=backend,
+        dbo_decode_token_threshold=4,
+        dbo_prefill_token_threshold=12,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        max_model_len=64,
+        block_size=8,
+        num_kv_blocks=64,
+        dtype="float32",
+        dbo_schedule=schedule,
+        **options,
+    )
     model = load_model_config(folder)
     requests = [
         [
             RequestSpec(
-                id=f"{rank}.{i}", max_new_tokens=4,
+                id=f"{rank}.{i}",
+                max_new_tokens=4,
                 prompt_token_ids=tuple((7 * i + 11 * rank + k) % 250 for k in range(3 + 2 * i)),
             )
             for i in range(5 if rank else 4)
         ]
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     return RankJob(
-        config=config, model_config=model, schedule=load_schedule(config.dbo_schedule), requests=requests,
-        weights_of=FolderWeights(folder=str(folder), config=model, dtype="float32"), keep_logits=True, serial=serial,
+        config=config,
+        model_config=model,
+        schedule=load_schedule(config.dbo_schedule),
+        requests=requests,
+        weights_of=FolderWeights(folder=str(folder), config=model, dtype="float32"),
+        keep_logits=True,
+        serial=serial,
         program_of=program_of or CleanPrograms(),
-    )  # fmt: skip
+    )
 
 
 class Wrapped:

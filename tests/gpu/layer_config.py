@@ -7,10 +7,22 @@ import torch
 from dbo.model.config import ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=32, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-    num_attention_heads=3, kv_lora_rank=20, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-    n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=24,
+    intermediate_size=32,
+    moe_intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=3,
+    kv_lora_rank=20,
+    q_lora_rank=None,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+)
 
 
 def attention_weights(device: str = "cpu") -> dict[str, torch.Tensor]:

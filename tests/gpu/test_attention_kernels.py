@@ -36,11 +36,17 @@ def batch_of(computed: list[int], queries: list[int], *, pad: int) -> SimpleName
     return SimpleNamespace(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, **on),
         query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, **on), seq_lens_cpu=torch.tensor(lens, dtype=torch.int32),
-        num_reqs=len(lens), dcp_layout=None, num_actual_tokens=len(where), max_query_len=max(queries),
-        max_seq_len=max(lens), block_table_tensor=table.to(torch.int32).to(DEVICE),
-        slot_mapping=torch.tensor(slots + [0] * pad, **on), positions=torch.tensor([p for _, p in where] + [7] * pad, **on),
-    )  # fmt: skip
+        seq_lens=torch.tensor(lens, dtype=torch.int32, **on),
+        seq_lens_cpu=torch.tensor(lens, dtype=torch.int32),
+        num_reqs=len(lens),
+        dcp_layout=None,
+        num_actual_tokens=len(where),
+        max_query_len=max(queries),
+        max_seq_len=max(lens),
+        block_table_tensor=table.to(torch.int32).to(DEVICE),
+        slot_mapping=torch.tensor(slots + [0] * pad, **on),
+        positions=torch.tensor([p for _, p in where] + [7] * pad, **on),
+    )
 
 
 def by_loop(queries, keys, values, query_starts, key_starts, max_queries, max_keys, scale, lens=None):
@@ -240,10 +246,19 @@ def test_decode_at_the_models_size(keys: int) -> None:
     padding = torch.zeros(rows, 1, dtype=torch.bool, device=DEVICE)
     padding[-1] = True
     found = mla_decode.mla_decode(
-        latent, q, cache.view(-1, 576), block_table=table, page_size=page, row_requests=torch.arange(rows, device=DEVICE),
-        queries_per_request=1, positions=positions, padding_rows=padding, max_keys=keys, scale=0.07,
+        latent,
+        q,
+        cache.view(-1, 576),
+        block_table=table,
+        page_size=page,
+        row_requests=torch.arange(rows, device=DEVICE),
+        queries_per_request=1,
+        positions=positions,
+        padding_rows=padding,
+        max_keys=keys,
+        scale=0.07,
         lse=(lse := torch.zeros(rows, heads, device=DEVICE)),
-    )  # fmt: skip
+    )
     context = cache[table.long()].flatten(1, 2)[:, :keys].float()
     whole = torch.cat((latent.transpose(0, 1), q[..., 128:]), -1).float()
     scores = whole @ context.transpose(1, 2) * 0.07

@@ -42,9 +42,13 @@ def direct(monkeypatch):
     world = SimpleNamespace(device=torch.device("cpu"), rank=3)
     launched = []
     group = SimpleNamespace(
-        world=world, rank=1, members=(2, 3), device_group=None, launched=launched,
+        world=world,
+        rank=1,
+        members=(2, 3),
+        device_group=None,
+        launched=launched,
         exchange=lambda op, out: launched.append((op, tuple(out.shape))) or nullcontext(),
-    )  # fmt: skip
+    )
     made = dcp_direct.DeviceDirect(group, SHAPE)
     assert prepared == made.ends[:1]
     return made

@@ -78,9 +78,11 @@ def test_experts_with_moved_rows_are_the_wide_product() -> None:
     gate_up = draw(experts, 64, 48, seed=1, dtype=MATRIX) / 8
     down = draw(experts, 32, 48, seed=2, dtype=MATRIX) / 6
     given = ExpertInputs(
-        layout="flat", x=draw(len(ids), 48, seed=4, dtype=MATRIX), topk_ids=ids,
+        layout="flat",
+        x=draw(len(ids), 48, seed=4, dtype=MATRIX),
+        topk_ids=ids,
         topk_weights=torch.rand(ids.shape, device=DEVICE),
-    )  # fmt: skip
+    )
     wanted = FlatExperts(gate_up, down).apply(given).float()
     found = GroupedFlatExperts(gate_up, down, TRITON_ROWS).apply(given).float()
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()

@@ -38,9 +38,13 @@ class Case:
 
     def job(self, programs: Callable[[int], Program] | None = None) -> RankJob:
         return ordering_job(
-            ((8,), (8,)), backend=self.backend, schedule=self.preset, model={"num_hidden_layers": 4}, new_tokens=1,
+            ((8,), (8,)),
+            backend=self.backend,
+            schedule=self.preset,
+            model={"num_hidden_layers": 4},
+            new_tokens=1,
             programs=programs,
-        )  # fmt: skip
+        )
 
     def clean(self) -> CleanRun:
         launched = run(self.job())

@@ -46,9 +46,11 @@ class Combination:
     @property
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "data_parallel_size": self.ranks, "enable_dbo": self.ubatches > 1, "cudagraph_mode": self.graphs,
+            "data_parallel_size": self.ranks,
+            "enable_dbo": self.ubatches > 1,
+            "cudagraph_mode": self.graphs,
             "max_num_seqs": 4,
-        }  # fmt: skip
+        }
         if self.graphs == "FULL":
             options["capture_sizes"] = (4,)
         if self.ubatches > 1:
@@ -58,10 +60,7 @@ class Combination:
         return options
 
 
-EVERY = [
-    Combination(*values)
-    for values in product(BACKENDS, ("", *presets()), (2, 1, 3), (2, 4), ("NONE", "FULL"))
-]  # fmt: skip
+EVERY = [Combination(*values) for values in product(BACKENDS, ("", *presets()), (2, 1, 3), (2, 4), ("NONE", "FULL"))]
 
 
 def is_accepted(one: Combination) -> bool:

@@ -31,9 +31,14 @@ def v1_dispatch(world: SimWorld, x: Any, ids: Any, weights: Any, **options: Any)
     event = options.get("previous_event")
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS, previous_event=event)
     return buffer.dispatch(
-        x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=ids,
-        topk_weights=weights, **options,
-    )  # fmt: skip
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids,
+        topk_weights=weights,
+        **options,
+    )
 
 
 def v2_dispatch(world: SimWorld, x: Any, ids: Any, weights: Any, **options: Any) -> Any:
@@ -141,28 +146,34 @@ REFUSALS: dict[str, tuple[Callable[[SimWorld], object], type[Exception], str]] =
     "no SMs": (lambda w: w.high_throughput.set_num_sms(0), ConfigError, "num_sms=0"),
     "V1 allocates on comm without an event": (
         lambda w: w.high_throughput.get_dispatch_layout(inputs(w, "A")[1], EXPERTS, allocate_on_comm_stream=True),
-        ConfigError, "async_finish=False",
+        ConfigError,
+        "async_finish=False",
     ),
     "V2 has an event and allocates on compute": (
         lambda w: w.elastic.dispatch(
             *inputs(w, "A"), num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS, previous_event=w.elastic.capture()
         ),
-        ConfigError, "allocate_on_comm_stream=False",
+        ConfigError,
+        "allocate_on_comm_stream=False",
     ),
     "V2 beyond its maximum": (
         lambda w: w.elastic.dispatch(*inputs(w, "A"), num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS - 1),
-        ConfigError, f"tokens={TOKENS}",
+        ConfigError,
+        f"tokens={TOKENS}",
     ),
     "V2 expands": (
         lambda w: w.elastic.dispatch(
             *inputs(w, "A"), num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS, do_expand=True
         ),
-        NotAvailable, "do_expand=True",
+        NotAvailable,
+        "do_expand=True",
     ),
     "an event of a call in stream order": (
-        lambda w: v1_dispatch(w, *inputs(w, "A"))[-1].current_stream_wait(), NotAvailable, "async_finish=True",
+        lambda w: v1_dispatch(w, *inputs(w, "A"))[-1].current_stream_wait(),
+        NotAvailable,
+        "async_finish=True",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

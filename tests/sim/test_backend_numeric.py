@@ -209,10 +209,15 @@ def test_a_dispatch_lists_rows_per_expert_where_the_host_waited(backend: str) ->
         per_rank, _, per_expert, in_rank, _ = world.high_throughput.get_dispatch_layout(ids, EXPERTS)
         return list(
             world.high_throughput.dispatch(
-                x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
-                topk_idx=ids, topk_weights=weights, expert_alignment=4,
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=ids,
+                topk_weights=weights,
+                expert_alignment=4,
             )[3]
-        )  # fmt: skip
+        )
 
     everything = np.concatenate([batch(rank, n, 0)[1].ravel() for rank, n in enumerate(tokens)])
     counts = [int((everything == expert).sum()) for expert in range(EXPERTS)]
@@ -266,9 +271,11 @@ def logits(launched: Launched) -> np.ndarray:
 
 
 WAITS = {
-    "drop-wait": SLOW_EXCHANGE, "unawaited-result": SLOW_EXCHANGE, "unawaited-input": SLOW_COMPUTE,
+    "drop-wait": SLOW_EXCHANGE,
+    "unawaited-result": SLOW_EXCHANGE,
+    "unawaited-input": SLOW_COMPUTE,
     "early-event": SLOW_COMPUTE,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", WAITS)

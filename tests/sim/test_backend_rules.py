@@ -50,34 +50,72 @@ def traits(launched: Launched) -> dict[str, Any]:
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "nccl": {
-        "collectives": ("all_to_all_single",) * 3, "groups": {"ep"}, "transfers": (), "transfer SMs": set(),
-        "halves": {}, "hooks": False, "kernel SMs": set(), "count waits": 0, "GIL": set(), "exchange lines": {"comm"},
+        "collectives": ("all_to_all_single",) * 3,
+        "groups": {"ep"},
+        "transfers": (),
+        "transfer SMs": set(),
+        "halves": {},
+        "hooks": False,
+        "kernel SMs": set(),
+        "count waits": 0,
+        "GIL": set(),
+        "exchange lines": {"comm"},
         "own buffers": set(),
     },
     "deepep_low_latency": {
-        "collectives": (), "groups": set(), "transfers": (("dispatch.transfer", "all"), ("combine.transfer", "all")),
-        "transfer SMs": {None}, "halves": {"send": 2, "recv": 2}, "hooks": True, "kernel SMs": set(), "count waits": 0,
-        "GIL": set(), "exchange lines": {"compute", "net"}, "own buffers": {"low_latency.recv0"},
+        "collectives": (),
+        "groups": set(),
+        "transfers": (("dispatch.transfer", "all"), ("combine.transfer", "all")),
+        "transfer SMs": {None},
+        "halves": {"send": 2, "recv": 2},
+        "hooks": True,
+        "kernel SMs": set(),
+        "count waits": 0,
+        "GIL": set(),
+        "exchange lines": {"compute", "net"},
+        "own buffers": {"low_latency.recv0"},
         # calls 0 and 2; the other ubatch has 1 and 3
     },
     "deepep_high_throughput": {
-        "collectives": ("notify_dispatch", "dispatch", "combine"), "groups": {"deepep"}, "transfers": (),
-        "transfer SMs": set(), "halves": {}, "hooks": False, "kernel SMs": {20}, "count waits": 1, "GIL": {"held"},
-        "exchange lines": {"comm"}, "own buffers": set(),
+        "collectives": ("notify_dispatch", "dispatch", "combine"),
+        "groups": {"deepep"},
+        "transfers": (),
+        "transfer SMs": set(),
+        "halves": {},
+        "hooks": False,
+        "kernel SMs": {20},
+        "count waits": 1,
+        "GIL": {"held"},
+        "exchange lines": {"comm"},
+        "own buffers": set(),
     },
     "deepep_v2": {
-        "collectives": ("dispatch", "combine"), "groups": {"deepep_v2"}, "transfers": (), "transfer SMs": set(),
-        "halves": {}, "hooks": False, "kernel SMs": {20}, "count waits": 1, "GIL": {"held"}, "exchange lines": {"comm"},
+        "collectives": ("dispatch", "combine"),
+        "groups": {"deepep_v2"},
+        "transfers": (),
+        "transfer SMs": set(),
+        "halves": {},
+        "hooks": False,
+        "kernel SMs": {20},
+        "count waits": 1,
+        "GIL": {"held"},
+        "exchange lines": {"comm"},
         "own buffers": {"deepep_v2.recv"},
     },
     "symm_copy": {
-        "collectives": (), "groups": set(),
-        "transfers": (("dispatch.counts.copy", 1), ("dispatch.copy", 1), ("combine.copy", 1)), "transfer SMs": {0},
-        "halves": {}, "hooks": False, "kernel SMs": set(), "count waits": 1, "GIL": {"released"},
+        "collectives": (),
+        "groups": set(),
+        "transfers": (("dispatch.counts.copy", 1), ("dispatch.copy", 1), ("combine.copy", 1)),
+        "transfer SMs": {0},
+        "halves": {},
+        "hooks": False,
+        "kernel SMs": set(),
+        "count waits": 1,
+        "GIL": {"released"},
         "exchange lines": {"net"},
         "own buffers": {"symm.u0.dispatch.counts", "symm.u0.dispatch", "symm.u0.combine"},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
@@ -106,10 +144,14 @@ def test_while_the_host_spins_for_counts_nothing_else_of_its_process_runs(backen
     assert waits and all(w.point == "D.send" and w.line == f"u{w.ubatch}" for w in waits)
     for wait in waits:
         others = [
-            r for r in launched.trace.records
-            if r.rank == wait.rank and not r.on_device and r.line != wait.line and r.kind != "blocked"
+            r
+            for r in launched.trace.records
+            if r.rank == wait.rank
+            and not r.on_device
+            and r.line != wait.line
+            and r.kind != "blocked"
             and wait.attrs["since_us"] < r.t_us < wait.t_us
-        ]  # fmt: skip
+        ]
         assert others == []
         assert wait.t_us > wait.attrs["since_us"]
 

@@ -26,9 +26,15 @@ WORK_US = 100.0
 def exchange(world: SimWorld, sms: int, duration_us: float, name: str = "exchange") -> None:
     """A kernel-based exchange of one member; without `sms` it is NCCL's, which reserves none."""
     SimGroup(world, name, members=(world.rank,)).exchange(
-        name, signature=([1], "uint8"), value=None, reads=(), writes=(), duration_us=duration_us,
-        connect=lambda members, rank: (lambda: None, lambda: None), sms=sms,
-    )  # fmt: skip
+        name,
+        signature=([1], "uint8"),
+        value=None,
+        reads=(),
+        writes=(),
+        duration_us=duration_us,
+        connect=lambda members, rank: (lambda: None, lambda: None),
+        sms=sms,
+    )
 
 
 def beside(sms: int, *, before_us: float, lasts_us: float, cost: CostTable | None = None) -> Trace:
@@ -111,9 +117,7 @@ def test_a_kernel_that_is_launched_with_its_sms_holds_them_until_its_end() -> No
         with graph.capture():
             for stream, lasts_us in ((world.comm, 50.0), (world.side, 50.0)):
                 stream.wait_stream(world.compute)
-                stream.launch(
-                    "exchange", "kernel", duration_us=lasts_us, takes_sms=70, frees_sms=70, reserves=False
-                )  # fmt: skip
+                stream.launch("exchange", "kernel", duration_us=lasts_us, takes_sms=70, frees_sms=70, reserves=False)
             world.compute.launch("op", "product", duration_us=WORK_US)
             for stream in (world.comm, world.side):
                 world.compute.wait_stream(stream)
@@ -166,9 +170,15 @@ def test_sms_are_held_while_a_kernel_spins_for_its_peers() -> None:
         if world.rank == 1:
             world.comm.launch("op", "late", duration_us=300.0)
         SimGroup(world, "both").exchange(
-            "exchange", signature=([1], "uint8"), value=None, reads=(), writes=(), duration_us=1.0,
-            connect=lambda members, rank: (lambda: None, lambda: None), sms=66,
-        )  # fmt: skip
+            "exchange",
+            signature=([1], "uint8"),
+            value=None,
+            reads=(),
+            writes=(),
+            duration_us=1.0,
+            connect=lambda members, rank: (lambda: None, lambda: None),
+            sms=66,
+        )
         if world.rank == 0:
             world.compute.launch("op", "product", duration_us=WORK_US)
 
@@ -227,9 +237,15 @@ def test_after_a_failed_step_nothing_is_held() -> None:
         if world.rank == 0:
             world.set_stream(world.comm)
             SimGroup(world, "both").exchange(
-                "exchange", signature=([1], "uint8"), value=None, reads=(), writes=(), duration_us=1.0,
-                connect=lambda members, rank: (lambda: None, lambda: None), sms=66,
-            )  # fmt: skip
+                "exchange",
+                signature=([1], "uint8"),
+                value=None,
+                reads=(),
+                writes=(),
+                duration_us=1.0,
+                connect=lambda members, rank: (lambda: None, lambda: None),
+                sms=66,
+            )
             world.compute.launch("op", "before", duration_us=WORK_US)
         world.recover(0)
         if world.rank == 0:

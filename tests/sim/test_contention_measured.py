@@ -22,8 +22,13 @@ ENDLESS = 1e18
 
 # Parts of the wide layer but its routed experts, ms at 8192 tokens; from the table "A layer on one H200".
 WIDE = {
-    "qkv": 0.761, "attention": 0.182, "o_proj": 0.308, "gate": 0.048, "shared_experts": 0.261, "residual": 0.251,
-}  # fmt: skip
+    "qkv": 0.761,
+    "attention": 0.182,
+    "o_proj": 0.308,
+    "gate": 0.048,
+    "shared_experts": 0.261,
+    "residual": 0.251,
+}
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,25 @@ def table(row: Row, *, halves: int, contention: bool) -> CostTable:
     each_us = row.comm * 1e3 / 2 / halves  # a dispatch, a combine
     endless, rate = dict.fromkeys(("dispatch", "combine"), ENDLESS), rate_for(row.backend) / row.comm
     return CostTable(
-        host_launch_us=0.0, host_switch_us=0.0, kernel_us=1e-6, memory_bytes_per_us=ENDLESS, collective_us=0.0,
+        host_launch_us=0.0,
+        host_switch_us=0.0,
+        kernel_us=1e-6,
+        memory_bytes_per_us=ENDLESS,
+        collective_us=0.0,
         op_us={name: ms * 1e3 * slower / halves for name, ms in row.ops.items()},
-        high_throughput_notify_us=0.0, high_throughput_us=each_us, high_throughput_bytes_per_us=endless,
+        high_throughput_notify_us=0.0,
+        high_throughput_us=each_us,
+        high_throughput_bytes_per_us=endless,
         high_throughput_bytes_per_us_sm=endless,
-        elastic_notify_us=0.0, elastic_us=each_us, elastic_bytes_per_us=ENDLESS, elastic_bytes_per_us_sm=ENDLESS,
-        copy_engine_us=0.0, copy_engine_bytes_per_us=rate, link_bytes_per_us=rate, contention=contention,
-    )  # fmt: skip
+        elastic_notify_us=0.0,
+        elastic_us=each_us,
+        elastic_bytes_per_us=ENDLESS,
+        elastic_bytes_per_us_sm=ENDLESS,
+        copy_engine_us=0.0,
+        copy_engine_bytes_per_us=rate,
+        link_bytes_per_us=rate,
+        contention=contention,
+    )
 
 
 def layers_of(backend: str, cost: CostTable, *, sms: int = 0, split: bool = True) -> Trace:
@@ -116,9 +133,13 @@ def layers_of(backend: str, cost: CostTable, *, sms: int = 0, split: bool = True
     changes = {"dbo_comm_sms": sms} if sms and split else {} if split else {"enable_dbo": False}
     schedule = "mlp_shared_overlap" if "shared_experts" in cost.op_us else "ascend_d0d1c0c1"
     job = ordering_job(
-        ((8,), (8,)), backend=backend, schedule=schedule, model={"num_hidden_layers": LAYERS + 1}, new_tokens=1,
+        ((8,), (8,)),
+        backend=backend,
+        schedule=schedule,
+        model={"num_hidden_layers": LAYERS + 1},
+        new_tokens=1,
         **changes,
-    )  # fmt: skip
+    )
     launched = run(job, cost=cost)
     assert launched.errors == [None, None]
     return launched.trace

@@ -80,9 +80,10 @@ CASES = (
 
 
 @pytest.mark.parametrize(
-    ("exchange", "replicas", "size", "options"), CASES,
+    ("exchange", "replicas", "size", "options"),
+    CASES,
     ids=[f"{e}-dp{r}-dcp{c}-{'-'.join(f'{k}={v}' for k, v in o.items())}" for e, r, c, o in CASES],
-)  # fmt: skip
+)
 def test_tokens_are_those_of_one_rank(
     folder: Path, exchange: str, replicas: int, size: int, options: dict[str, Any]
 ) -> None:

@@ -40,8 +40,11 @@ def trace_bytes(mode: str, vehicle: str, backend: str, folder: Path, hash_seed: 
     """The canonical bytes of a run's trace, made in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, mode, vehicle, backend, str(folder)],
-        cwd=ROOT, capture_output=True, timeout=120, env={"PYTHONHASHSEED": hash_seed, "PATH": "", "PYTHONPATH": "."},
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+        env={"PYTHONHASHSEED": hash_seed, "PATH": "", "PYTHONPATH": "."},
+    )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return done.stdout
 

@@ -249,9 +249,11 @@ def test_a_raise_in_a_hook_is_the_error_of_the_ubatch_that_runs_it(owner: int, n
     (runner,) = {
         r.attrs["runner"]
         for r in launched.trace.of_kind("hook.run")
-        if r.rank == 1 and r.attrs["owner"] == owner and r.step == 0
+        if r.rank == 1
+        and r.attrs["owner"] == owner
+        and r.step == 0
         and r.id == max(x.id for x in launched.trace.of_kind("hook.run") if x.rank == 1 and x.step == 0)
-    }  # fmt: skip
+    }
     check_ended_and_recovered(launched, clean, rank=1, ubatch=runner, words=f"hook {number}")
 
 

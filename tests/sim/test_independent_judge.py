@@ -79,8 +79,12 @@ def order(run: Run) -> list[str]:
     step = min(r["step"] for r in issued)
     issued = [r for r in issued if r["step"] == step]
     leader = next(r["ubatch"] for r in issued if r["point"] == "D.send")
-    sends = [next(g) for _, g in groupby((r for r in issued if r["point"] == "D.send" and r["ubatch"] == leader),
-                                         key=lambda r: r["layer"])]  # fmt: skip
+    sends = [
+        next(g)
+        for _, g in groupby(
+            (r for r in issued if r["point"] == "D.send" and r["ubatch"] == leader), key=lambda r: r["layer"]
+        )
+    ]
     middle = (len(sends) - 1) // 2
     window = [r for r in issued if sends[middle]["id"] <= r["id"] < sends[middle + 1]["id"]]
     return [key for key, _ in groupby(label(r["point"], r["ubatch"]) for r in window)]
@@ -153,8 +157,10 @@ def verdict(run: Run) -> str:
         kinds[r["kind"]].append(r)
     exits = [r["attrs"] for r in kinds["ubatch.exit"]]
     ends = [r["attrs"] for r in kinds["step.end"]]
-    hooks = {name: sorted((r["rank"], r["step"], r["attrs"]["hook"]) for r in kinds[f"hook.{name}"])
-             for name in ("register", "run")}  # fmt: skip
+    hooks = {
+        name: sorted((r["rank"], r["step"], r["attrs"]["hook"]) for r in kinds[f"hook.{name}"])
+        for name in ("register", "run")
+    }
     decisions: dict[int, set[str]] = {}
     for r in kinds["decide"]:
         decisions.setdefault(r["step"], set()).add(json.dumps([r["attrs"]["table"], r["attrs"]["decision"]]))
@@ -210,9 +216,16 @@ def test_the_verdict_is_the_one_that_was_printed(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "backend"),
-    [("drop-wait", "nccl"), ("drop-yield", "nccl"), ("drop-hook", "deepep_low_latency"), ("raise", "nccl"),
-     ("double-hook", "deepep_low_latency"), ("local-decision", "nccl"), ("shared-buffer", "deepep_low_latency")],
-)  # fmt: skip
+    [
+        ("drop-wait", "nccl"),
+        ("drop-yield", "nccl"),
+        ("drop-hook", "deepep_low_latency"),
+        ("raise", "nccl"),
+        ("double-hook", "deepep_low_latency"),
+        ("local-decision", "nccl"),
+        ("shared-buffer", "deepep_low_latency"),
+    ],
+)
 def test_both_judges_see_a_fault(tmp_path: Path, fault: str, backend: str) -> None:
     faulty = check(tmp_path, "--inject", fault, "--all2all-backend", backend)
     assert (verdict(faulty), faulty.printed["verdict"], faulty.exit) == ("violated", "violated", 1)

@@ -58,38 +58,56 @@ OFFSET = ("deepseek_five_stage", "sglang_decode")
 
 EQUIVALENT = (
     Equivalent(
-        fault="drop-wait", presets=FOUR, backends=HOST_WAITS, ubatches=(0,),
+        fault="drop-wait",
+        presets=FOUR,
+        backends=HOST_WAITS,
+        ubatches=(0,),
         reason="ubatch 1's host waits for counts behind ubatch 0's dispatch on comm, before ubatch 0's experts are launched",
     ),
     Equivalent(
-        fault="unawaited-result", presets=OFFSET, backends=DEEPEP, ubatches=(0,),
+        fault="unawaited-result",
+        presets=OFFSET,
+        backends=DEEPEP,
+        ubatches=(0,),
         reason="ubatch 1's host waits for counts behind ubatch 0's combine on comm, before ubatch 0 goes on",
     ),
     Equivalent(
-        fault="unawaited-result", presets=(*FOUR, *OFFSET), backends=("symm_copy",),
+        fault="unawaited-result",
+        presets=(*FOUR, *OFFSET),
+        backends=("symm_copy",),
         reason="the peers' signals order what has travelled, and own results were made on compute, where they are summed",
     ),
     Equivalent(
-        fault="late-event", presets=("sglang_decode",), backends=DEEPEP,
+        fault="late-event",
+        presets=("sglang_decode",),
+        backends=DEEPEP,
         reason="over that yield the peer takes its combine's result, which is a wait alone: no foreign work is covered",
     ),
     Equivalent(
-        fault="late-capture", presets=("ascend_d0d1c0c1", "deepseek_five_stage", "mlp_shared_overlap", "sglang_prefill"),
-        backends=DEEPEP, reason="no yield between a producer and its send: the capture covers own work only",
+        fault="late-capture",
+        presets=("ascend_d0d1c0c1", "deepseek_five_stage", "mlp_shared_overlap", "sglang_prefill"),
+        backends=DEEPEP,
+        reason="no yield between a producer and its send: the capture covers own work only",
     ),
     Equivalent(
-        fault="late-capture", presets=("lightllm_decode",), backends=DEEPEP,
+        fault="late-capture",
+        presets=("lightllm_decode",),
+        backends=DEEPEP,
         reason="no yield between a producer and its send; what it covers too is the own shared expert",
     ),
     Equivalent(
-        fault="late-capture", presets=("sglang_decode",), backends=DEEPEP,
+        fault="late-capture",
+        presets=("sglang_decode",),
+        backends=DEEPEP,
         reason="over the yield before its send the peer takes its combine's result, which is a wait alone",
     ),
     Equivalent(
-        fault="late-epilogue", presets=(*OFFSET, "vllm_high_throughput"), backends=("deepep_v2",),
+        fault="late-epilogue",
+        presets=(*OFFSET, "vllm_high_throughput"),
+        backends=("deepep_v2",),
         reason="no exchange of the peer lies between a dispatch and its receive",
     ),
-)  # fmt: skip
+)
 
 
 def reason_of(fault: str, case: Case, ubatch: int) -> str:

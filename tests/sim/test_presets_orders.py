@@ -23,8 +23,10 @@ GOLDEN = Path(__file__).with_name("preset_orders.txt")
 # A receive there is a wait alone: the library's own kernel has put the rows where they are wanted. What the reduction behind
 # copies has made is nobody's buffer, and need not be copied out of it.
 WAITS_ONLY = {
-    "deepep_high_throughput": ("D.recv", "C.recv"), "deepep_v2": ("D.recv", "C.recv"), "symm_copy": ("copy",),
-}  # fmt: skip
+    "deepep_high_throughput": ("D.recv", "C.recv"),
+    "deepep_v2": ("D.recv", "C.recv"),
+    "symm_copy": ("copy",),
+}
 
 
 @cache
@@ -32,10 +34,15 @@ def steady(preset: str, backend: str, ubatches: int = 2) -> tuple[str, Launched,
     """The steady order of a run with four MoE layers, the run, and what the detectors say."""
     launched = run(
         ordering_job(
-            ((6 * ubatches,), (6 * ubatches,)), backend=backend, schedule=preset, num_ubatches=ubatches,
-            model={"num_hidden_layers": 5}, max_num_batched_tokens=24, new_tokens=1,
+            ((6 * ubatches,), (6 * ubatches,)),
+            backend=backend,
+            schedule=preset,
+            num_ubatches=ubatches,
+            model={"num_hidden_layers": 5},
+            max_num_batched_tokens=24,
+            new_tokens=1,
         )
-    )  # fmt: skip
+    )
     return " ".join(steady_order(launched.trace)), launched, verdict_of(launched)
 
 

@@ -54,8 +54,13 @@ def test_the_inputs_reach_every_kind_of_decision() -> None:
     for columns in cases(4):
         decision = decide(np.stack([c.to_array() for c in columns], axis=1), COMMON)
         kinds.add((decision.split, decision.cudagraph_mode, decision.all_idle))
-    assert kinds == {(True, "NONE", False), (True, "FULL", False), (False, "NONE", False), (False, "FULL", False),
-                     (False, "NONE", True)}  # fmt: skip
+    assert kinds == {
+        (True, "NONE", False),
+        (True, "FULL", False),
+        (False, "NONE", False),
+        (False, "FULL", False),
+        (False, "NONE", True),
+    }
 
 
 def test_renamed_ranks_get_the_same_decision() -> None:

@@ -95,9 +95,7 @@ def test_exchanges_on_the_compute_stream_are_found(backend: str) -> None:
 
 def test_padding_that_a_peer_of_a_group_dispatches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers share a batch's rows out, so the last one has the padding, and what is real is real of its share."""
-    job = ordering_job(
-        ((5, 4, 4),), backend="deepep_low_latency", data_parallel_size=1, decode_context_parallel_size=2
-    )  # fmt: skip
+    job = ordering_job(((5, 4, 4),), backend="deepep_low_latency", data_parallel_size=1, decode_context_parallel_size=2)
     clean = run(job)
     assert str(verdict_of(clean).verdict) == "proved"
     sends = [r for r in clean.trace.of_kind("send") if r.attrs["op"] == "dispatch"]

@@ -49,9 +49,15 @@ def test_a_kernel_without_room_names_what_it_lacks_and_who_holds_it() -> None:
         for name, stream, sms in (("first", world.comm, 100), ("second", world.compute, SMS_PER_DEVICE)):
             world.set_stream(stream)
             SimGroup(world, name).exchange(
-                name, signature=([1], "uint8"), value=None, reads=(), writes=(), duration_us=1.0,
-                connect=lambda members, rank: (lambda: None, lambda: None), sms=sms,
-            )  # fmt: skip
+                name,
+                signature=([1], "uint8"),
+                value=None,
+                reads=(),
+                writes=(),
+                duration_us=1.0,
+                connect=lambda members, rank: (lambda: None, lambda: None),
+                sms=sms,
+            )
         world.compute.synchronize()
 
     answer = blocked(traced(program, ranks=2), 0, "compute")

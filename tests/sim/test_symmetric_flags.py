@@ -44,10 +44,15 @@ def test_a_flag_is_down_before_it_is_raised_again(preset: str, graphs: str) -> N
     """Split, unsplit and idle steps, eager and from graphs."""
     launched = run(
         ordering_job(
-            ((12, 3), (5,)), backend="symm_copy", schedule=preset, cudagraph_mode=graphs, new_tokens=4,
-            model={"num_hidden_layers": 4}, max_num_batched_tokens=24,
+            ((12, 3), (5,)),
+            backend="symm_copy",
+            schedule=preset,
+            cudagraph_mode=graphs,
+            new_tokens=4,
+            model={"num_hidden_layers": 4},
+            max_num_batched_tokens=24,
         )
-    )  # fmt: skip
+    )
     early, pairs = raised_too_early(launched.trace)
     assert early == [] and pairs > 50
 
@@ -55,9 +60,13 @@ def test_a_flag_is_down_before_it_is_raised_again(preset: str, graphs: str) -> N
 def test_a_region_for_both_ubatches_would_lose_signals() -> None:
     """The check can fail: with one channel for two ubatches the second one's signal comes before the first one's wait."""
     job = ordering_job(
-        ((12,), (12,)), backend="symm_copy", schedule="ascend_d0d1c0c1", model={"num_hidden_layers": 4},
-        max_num_batched_tokens=24, new_tokens=1,
-    )  # fmt: skip
+        ((12,), (12,)),
+        backend="symm_copy",
+        schedule="ascend_d0d1c0c1",
+        model={"num_hidden_layers": 4},
+        max_num_batched_tokens=24,
+        new_tokens=1,
+    )
     from tests.sim.backend_harness import FAULTS
 
     launched = run(replace(job, program_of=FAULTS["one-region"].programs(job.config, "")))
@@ -68,9 +77,13 @@ def test_a_region_for_both_ubatches_would_lose_signals() -> None:
 def test_ubatches_that_run_one_after_another_keep_to_their_own_regions() -> None:
     """Their sizes may differ, and the first one's rows are still read when a faster peer sends the second one's."""
     job = ordering_job(
-        ((12,), (12,)), backend="symm_copy", schedule="ascend_d0d1c0c1", model={"num_hidden_layers": 4},
-        max_num_batched_tokens=24, new_tokens=1,
-    )  # fmt: skip
+        ((12,), (12,)),
+        backend="symm_copy",
+        schedule="ascend_d0d1c0c1",
+        model={"num_hidden_layers": 4},
+        max_num_batched_tokens=24,
+        new_tokens=1,
+    )
     launched = run(replace(job, serial=True))
     events = {str(r.attrs.get("event", "")).partition("#")[0] for r in launched.trace.records}
     assert {"symm.u0.dispatch", "symm.u1.dispatch", "symm.u0.combine", "symm.u1.combine"} <= events

@@ -91,10 +91,17 @@ def test_every_world_with_benchmarks_names_them_once() -> None:
 def test_targets_are_those_that_were_set() -> None:
     bounds = {b.name: str(b.target) for b in benchmarks("sim") if b.target is not None}
     wanted = {
-        "ring-thread": "≥ 1000", "deadlock-report": "≤ 1", "compiled-64": "≤ 5", "compiled-256": "≤ 20",
-        "compiled-1024": "≤ 100", "compiled-v3-256": "≤ 3000", "real-64": "≤ 50", "coordination-8": "≤ 1000",
-        "coordination-64": "≤ 180000", "memory-1024": "≤ 500",
-    }  # fmt: skip
+        "ring-thread": "≥ 1000",
+        "deadlock-report": "≤ 1",
+        "compiled-64": "≤ 5",
+        "compiled-256": "≤ 20",
+        "compiled-1024": "≤ 100",
+        "compiled-v3-256": "≤ 3000",
+        "real-64": "≤ 50",
+        "coordination-8": "≤ 1000",
+        "coordination-64": "≤ 180000",
+        "memory-1024": "≤ 500",
+    }
     assert wanted.items() <= bounds.items()
 
 
@@ -111,8 +118,10 @@ def test_dbo_bench_prints_one_json_object(capsys: pytest.CaptureFixture[str]) ->
     assert len(data["benchmarks"][0]["samples"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "moon"], ["bench", "sim", "--only", "nothing"],
-                                       ["bench", "sim", "--repeat", "0"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [["bench"], ["bench", "moon"], ["bench", "sim", "--only", "nothing"], ["bench", "sim", "--repeat", "0"]],
+)
 def test_dbo_bench_refuses_what_it_does_not_know(arguments: list[str]) -> None:
     assert main(arguments) == 2
 

@@ -26,8 +26,17 @@ def row(ms=None, long=None, **changes) -> MoERow:
     times = MS | (ms or {})
     samples = {name: (value * 0.9, value, value * 1.3) for name, value in times.items()}
     samples |= {name + LONG: (value,) for name, value in (long or {}).items()}
-    fields = {"shape": "wide-256", "tokens": 8192, "mode": "graph", "backend": "symm_copy", "comm_sms": 0,
-              "schedule": "ascend_d0d1c0c1", "layers": 4, "limit": 0.05, "samples_ms": samples}  # fmt: skip
+    fields = {
+        "shape": "wide-256",
+        "tokens": 8192,
+        "mode": "graph",
+        "backend": "symm_copy",
+        "comm_sms": 0,
+        "schedule": "ascend_d0d1c0c1",
+        "layers": 4,
+        "limit": 0.05,
+        "samples_ms": samples,
+    }
     return MoERow(**(fields | changes))
 
 
@@ -127,9 +136,25 @@ def test_rows_say_what_they_are_in_text_and_json():
     assert first["correct"] and not second["correct"] and "own_gain" not in second
 
 
-FLAGS = {"device": "auto", "ranks": 2, "shape": None, "tokens": None, "backend": None, "comm_sms": [0], "schedule": [],
-         "mode": None, "layers": 4, "no_steady": False, "prompt_tokens": None, "context_tokens": None, "repeat": 5,
-         "vehicle": "thread", "budget": None, "save": None, "seed": 0}  # fmt: skip
+FLAGS = {
+    "device": "auto",
+    "ranks": 2,
+    "shape": None,
+    "tokens": None,
+    "backend": None,
+    "comm_sms": [0],
+    "schedule": [],
+    "mode": None,
+    "layers": 4,
+    "no_steady": False,
+    "prompt_tokens": None,
+    "context_tokens": None,
+    "repeat": 5,
+    "vehicle": "thread",
+    "budget": None,
+    "save": None,
+    "seed": 0,
+}
 
 
 def flags(**changes) -> Namespace:

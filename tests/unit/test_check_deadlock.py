@@ -69,7 +69,7 @@ def test_a_report_names_ranks_ubatch_point_group_and_who_is_missing() -> None:
                 index=17,
                 missing=(1,),
                 mismatch="SIZE_OR_SHAPE_MISMATCH",
-            ),  # fmt: skip
+            ),
             wait(0, "u1", (0, "comm"), ubatch=1),
         ]
     )
@@ -91,9 +91,14 @@ def test_blocked_records_become_one_violation_at_the_culprit() -> None:
     b = TraceBuilder(ranks=2, complete=False)
     b.add("blocked", "main", waits_for={"what": "the step", "needs": [[0, "u0"]]})
     stuck = b.add(
-        "blocked", "u0", ubatch=0, step=4, point="D.recv", rank=0,
+        "blocked",
+        "u0",
+        ubatch=0,
+        step=4,
+        point="D.recv",
+        rank=0,
         waits_for={"what": "dispatch", "needs": [[1, "u0"]], "missing": [1], "group": "ep", "index": 3},
-    )  # fmt: skip
+    )
     (violation,) = deadlock.detect(b.trace, HappensBefore(b.trace)).violations
     assert (violation.id, violation.rank, violation.ubatch, violation.step) == ("deadlock", 0, 0, 4)
     assert violation.records == (stuck,) and "missing rank 1" in violation.sentence

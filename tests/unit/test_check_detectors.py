@@ -147,11 +147,22 @@ def test_a_missing_field_is_a_violation_and_an_unknown_one_is_refused(run: Trace
 def test_metadata_of_three_ubatches_with_padded_requests_and_dcp() -> None:
     layout = {"size": 2, "rank": 1, "interleave": 2}
     parent = {
-        "query_start_loc": [0, 9, 10, 10], "seq_lens": [12, 6, 0], "num_computed_tokens": [3, 5, 0], "num_reqs": 3,
-        "num_actual_tokens": 10, "num_tokens_padded": 12, "max_query_len": 9, "max_seq_len": 12,
-        "block_table": [[1], [2], [0]], "slot_mapping": list(range(20, 30)) + [0, 0], "positions": list(range(12)),
-        "causal": True, "is_prefilling": [True, False, False], "dcp_local_seq_lens": [6, 2, 0], "dcp_layout": layout,
-    }  # fmt: skip
+        "query_start_loc": [0, 9, 10, 10],
+        "seq_lens": [12, 6, 0],
+        "num_computed_tokens": [3, 5, 0],
+        "num_reqs": 3,
+        "num_actual_tokens": 10,
+        "num_tokens_padded": 12,
+        "max_query_len": 9,
+        "max_seq_len": 12,
+        "block_table": [[1], [2], [0]],
+        "slot_mapping": list(range(20, 30)) + [0, 0],
+        "positions": list(range(12)),
+        "causal": True,
+        "is_prefilling": [True, False, False],
+        "dcp_local_seq_lens": [6, 2, 0],
+        "dcp_layout": layout,
+    }
     middle = metadata_slice.expected(parent, 4, 8, rows=4)
     assert middle["query_start_loc"] == [0, 4] and middle["seq_lens"] == [11] and middle["num_computed_tokens"] == [7]
     assert middle["dcp_local_seq_lens"] == [5], "positions 2 3 6 7 10 of 0 to 10 live on peer 1"
@@ -321,9 +332,15 @@ def test_only_the_first_error_counts_and_peers_that_fail_after_it_do_not() -> No
     b.add("error", "main", rank=1, type="PeerFailed", message="rank 0 failed")
     for rank in (0, 1):
         b.add(
-            "step.end", "main", rank=rank, status="error", error="ValueError: first", rows=0, expected_rows=1,
+            "step.end",
+            "main",
+            rank=rank,
+            status="error",
+            error="ValueError: first",
+            rows=0,
+            expected_rows=1,
             live_threads=0,
-        )  # fmt: skip
+        )
     (violation,) = found(b.trace, "swallowed-error")
     assert "first" in violation.sentence and violation.handled
 

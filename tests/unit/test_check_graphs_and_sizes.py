@@ -157,8 +157,15 @@ def launched(*orders: str, n: int = 32, holds: bool = True) -> Trace:
     b = TraceBuilder(ranks=len(orders))
     for rank, order in enumerate(orders):
         for name in order:
-            b.op(name, rank=rank, line={"N": "comm", "L": "compute"}[name], sms={"N": n, "L": 120}[name],
-                 holds_until_peers=holds, group=name, index=0)  # fmt: skip
+            b.op(
+                name,
+                rank=rank,
+                line={"N": "comm", "L": "compute"}[name],
+                sms={"N": n, "L": 120}[name],
+                holds_until_peers=holds,
+                group=name,
+                index=0,
+            )
     return b.trace
 
 
@@ -218,8 +225,21 @@ def test_a_signal_that_was_taken_may_be_cleared() -> None:
 def test_rows_sent_are_rows_expected() -> None:
     b = TraceBuilder(ranks=2)
     for rank, (sends, receives) in enumerate([([2, 3], [2, 4]), ([4, 1], [2, 1])]):
-        b.add("collective", "comm", "a2a", rank=rank, group="ep", index=0, op="a2a", shape=[8], dtype="bf16", tag=0,
-              ranks=2, sends=sends, receives=receives)  # fmt: skip
+        b.add(
+            "collective",
+            "comm",
+            "a2a",
+            rank=rank,
+            group="ep",
+            index=0,
+            op="a2a",
+            shape=[8],
+            dtype="bf16",
+            tag=0,
+            ranks=2,
+            sends=sends,
+            receives=receives,
+        )
     (violation,) = found(b.trace, "collective-mismatch")
     assert violation.rank == 1 and "rank 0 sends rank 1 3 rows, rank 1 expects 2" in violation.sentence
     b.trace.records[1].attrs["receives"] = [3, 1]

@@ -69,13 +69,29 @@ def test_a_member_that_never_comes_is_named_unless_the_run_was_cut(ranks: Any) -
 def test_a_new_epoch_counts_from_zero_again(named_epoch: bool) -> None:
     """Rank 1 failed before its second call; both restart."""
     b = TraceBuilder(ranks=2)
-    for epoch, rank, index, op in [(0, 0, 0, "a"), (0, 1, 0, "a"), (0, 0, 1, "b"), (1, 0, 0, "c"), (1, 1, 0, "c"),
-                                   (1, 1, 1, "d"), (1, 0, 1, "d")]:  # fmt: skip
+    for epoch, rank, index, op in [
+        (0, 0, 0, "a"),
+        (0, 1, 0, "a"),
+        (0, 0, 1, "b"),
+        (1, 0, 0, "c"),
+        (1, 1, 0, "c"),
+        (1, 1, 1, "d"),
+        (1, 0, 1, "d"),
+    ]:
         extra = {"epoch": epoch} if named_epoch else {}
         b.add(
-            "collective", "main", rank=rank, group="ep", index=index, op=op, shape=[1], dtype="f", tag=0, ranks=2,
+            "collective",
+            "main",
+            rank=rank,
+            group="ep",
+            index=index,
+            op=op,
+            shape=[1],
+            dtype="f",
+            tag=0,
+            ranks=2,
             **extra,
-        )  # fmt: skip
+        )
     b.trace.meta["complete"] = False
     assert found(b.trace, "collective-mismatch") == []
 

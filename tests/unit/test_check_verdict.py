@@ -80,23 +80,47 @@ def test_causes_come_before_effects_and_handled_errors_last() -> None:
     def v(id: str, step: int = 0, handled: bool = False) -> Violation:
         return Violation(id=id, sentence="", step=step, handled=handled)
 
-    given = [v("deadlock"), v("stream-race", 2), v("stream-race", 1), v("hook-late"), v("config", handled=True),
-             v("collective-mismatch"), v("dp-disagreement", 9), v("brand-new")]  # fmt: skip
+    given = [
+        v("deadlock"),
+        v("stream-race", 2),
+        v("stream-race", 1),
+        v("hook-late"),
+        v("config", handled=True),
+        v("collective-mismatch"),
+        v("dp-disagreement", 9),
+        v("brand-new"),
+    ]
     assert [(x.id, x.step) for x in in_causal_order(given)] == [
-        ("dp-disagreement", 9), ("hook-late", 0), ("collective-mismatch", 0), ("stream-race", 1), ("stream-race", 2),
-        ("deadlock", 0), ("brand-new", 0), ("config", 0),
-    ]  # fmt: skip
+        ("dp-disagreement", 9),
+        ("hook-late", 0),
+        ("collective-mismatch", 0),
+        ("stream-race", 1),
+        ("stream-race", 2),
+        ("deadlock", 0),
+        ("brand-new", 0),
+        ("config", 0),
+    ]
 
 
 def test_the_spelling_of_verdicts() -> None:
     texts = [
-        verdict.proved(), verdict.proved(synchronisation_only=True), verdict.exhausted(924), verdict.bounded(2),
-        verdict.sampled(100, 8e9), verdict.inconclusive("no time left"), verdict.violated("deadlock"),
-    ]  # fmt: skip
+        verdict.proved(),
+        verdict.proved(synchronisation_only=True),
+        verdict.exhausted(924),
+        verdict.bounded(2),
+        verdict.sampled(100, 8e9),
+        verdict.inconclusive("no time left"),
+        verdict.violated("deadlock"),
+    ]
     assert [str(t) for t in texts] == [
-        "proved", "proved (synchronisation only)", "exhausted(924)", "bounded(2)", "sampled(100 of about 8e9)",
-        "inconclusive(no time left)", "violated(deadlock)",
-    ]  # fmt: skip
+        "proved",
+        "proved (synchronisation only)",
+        "exhausted(924)",
+        "bounded(2)",
+        "sampled(100 of about 8e9)",
+        "inconclusive(no time left)",
+        "violated(deadlock)",
+    ]
     assert [t.good for t in texts] == [True] * 5 + [False] * 2
     assert {t.name for t in texts} == {"proved", "exhausted", "bounded", "sampled", "inconclusive", "violated"}
 

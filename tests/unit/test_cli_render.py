@@ -53,8 +53,15 @@ def test_the_report_holds_every_fact():
     lines = render.text(result()).splitlines()
     split = next(line for line in lines if line.lstrip().startswith("0 "))
     assert re.split(r"\s{2,}", split.strip()) == [
-        "0", "prefill", "yes yes", "2 ubatches", "64 60", "64 64", "NONE", "0:32|32:64 0:32|32:60",
-    ]  # fmt: skip
+        "0",
+        "prefill",
+        "yes yes",
+        "2 ubatches",
+        "64 60",
+        "64 64",
+        "NONE",
+        "0:32|32:64 0:32|32:60",
+    ]
     whole = next(line for line in lines if line.lstrip().startswith("1 "))
     assert whole.endswith("rank 1 votes no")
     text = "\n".join(lines)

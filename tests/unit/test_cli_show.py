@@ -63,9 +63,11 @@ def test_halves_of_an_exchange_on_the_compute_stream_hide_nothing() -> None:
 
 def test_exchanges_at_the_same_time_take_a_row_each() -> None:
     trace = _by_hand(
-        ("compute", "op", "A0", 0, 0, 0, 9), ("comm", "exchange", "D.send", 0, 0, 1, 5),
-        ("net", "transfer", "C.send", 1, 0, 3, 8), ("comm", "exchange", "D.send", 0, 0, 5, 6),
-    )  # fmt: skip
+        ("compute", "op", "A0", 0, 0, 0, 9),
+        ("comm", "exchange", "D.send", 0, 0, 1, 5),
+        ("net", "transfer", "C.send", 1, 0, 3, 8),
+        ("comm", "exchange", "D.send", 0, 0, 5, 6),
+    )
     rows = window(trace, step=0, layer=0).comm
     assert [[(b.label, b.start_us, b.end_us) for b in row] for row in rows] == [[("D₀", 1, 6)], [("C₁", 3, 8)]]
 
@@ -146,7 +148,14 @@ def test_png_without_matplotlib_says_what_to_install(
     assert "dual-batch-overlap[plot]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["nowhere.json"], ["{path}", "--rank", "-1"], ["{path}", "--layer", "99"],
-                                       ["{path}", "--png", "a", "--chrome", "b"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nowhere.json"],
+        ["{path}", "--rank", "-1"],
+        ["{path}", "--layer", "99"],
+        ["{path}", "--png", "a", "--chrome", "b"],
+    ],
+)
 def test_bad_input_is_exit_code_2(path: str, arguments: list[str]) -> None:
     assert main(["show", *(a.format(path=path) for a in arguments)]) == 2

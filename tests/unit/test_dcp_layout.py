@@ -30,10 +30,15 @@ EXPERT_WEIGHTS = RNG.normal(size=(EXPERTS, HIDDEN, HIDDEN))
 def request(index: int, seq_len: int, first_block: int, *, computed: int) -> ScheduledRequest:
     blocks = -(-seq_len // (BLOCK * C))
     return ScheduledRequest(
-        request_id=f"r{index}", token_ids=tuple(range(computed, seq_len)), num_computed_tokens=computed,
-        block_ids=tuple(range(first_block, first_block + blocks)), is_prefilling=computed == 0, samples=True,
-        sampling=SamplingParams(), output_index=0,
-    )  # fmt: skip
+        request_id=f"r{index}",
+        token_ids=tuple(range(computed, seq_len)),
+        num_computed_tokens=computed,
+        block_ids=tuple(range(first_block, first_block + blocks)),
+        is_prefilling=computed == 0,
+        samples=True,
+        sampling=SamplingParams(),
+        output_index=0,
+    )
 
 
 def batch_of(replica: int, *, prefill: bool) -> ScheduledBatch:

@@ -128,9 +128,13 @@ def test_a_shard_far_below_vanishes(base_e: bool, far: float) -> None:
 
 @QUICK
 @given(
-    st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.sampled_from(sorted(TOLERANCE, key=str)), BASES,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 9),
+    st.sampled_from(sorted(TOLERANCE, key=str)),
+    BASES,
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_shards_merge_to_attention_over_all_keys(
     world: int, interleave: int, keys: int, dtype: torch.dtype, base_e: bool, seed: int
 ) -> None:

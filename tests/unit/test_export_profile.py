@@ -29,32 +29,68 @@ class Written:
 
     def range(self, ubatch: int, point: str, start: float, end: float, layer: int = 1) -> None:
         self.events.append(
-            {"ph": "X", "cat": "user_annotation", "name": range_name(self.rank, ubatch, point, 0, layer), "pid": 1,
-             "tid": THREADS[ubatch], "ts": start, "dur": end - start, "args": {}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": range_name(self.rank, ubatch, point, 0, layer),
+                "pid": 1,
+                "tid": THREADS[ubatch],
+                "ts": start,
+                "dur": end - start,
+                "args": {},
+            }
+        )
 
     def runtime(self, ubatch: int, name: str, at: float) -> int:
         self.correlation += 1
         self.events.append(
-            {"ph": "X", "cat": "cuda_runtime", "name": name, "pid": 1, "tid": THREADS[ubatch], "ts": at, "dur": 2.0,
-             "args": {"correlation": self.correlation}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": name,
+                "pid": 1,
+                "tid": THREADS[ubatch],
+                "ts": at,
+                "dur": 2.0,
+                "args": {"correlation": self.correlation},
+            }
+        )
         return self.correlation
 
     def kernel(self, ubatch: int, name: str, launched: float, stream: int, start: float, end: float) -> None:
         correlation = self.runtime(ubatch, "cudaLaunchKernel", launched)
         self.events.append(
-            {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start, "dur": end - start,
-             "args": {"device": 0, "stream": stream, "correlation": correlation}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": start,
+                "dur": end - start,
+                "args": {"device": 0, "stream": stream, "correlation": correlation},
+            }
+        )
 
     def wait(self, ubatch: int, at: float, stream: int, on: int, recorded: int) -> None:
         correlation = self.runtime(ubatch, "cudaStreamWaitEvent", at)
         self.events.append(
-            {"ph": "X", "cat": "cuda_sync", "name": "Stream Wait Event", "pid": 0, "tid": stream, "ts": at, "dur": 0,
-             "args": {"stream": stream, "correlation": correlation, "wait_on_stream": on,
-                      "wait_on_cuda_event_record_corr_id": recorded}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "cuda_sync",
+                "name": "Stream Wait Event",
+                "pid": 0,
+                "tid": stream,
+                "ts": at,
+                "dur": 0,
+                "args": {
+                    "stream": stream,
+                    "correlation": correlation,
+                    "wait_on_stream": on,
+                    "wait_on_cuda_event_record_corr_id": recorded,
+                },
+            }
+        )
 
     def write(self, path):
         data = {"schemaVersion": 1, "baseTimeNanoseconds": 5_000_000, "traceEvents": self.events}

@@ -98,10 +98,11 @@ def test_a_run_is_refused_by_name_where_devices_are_missing(monkeypatch):
 
 def test_the_doctor_tells_what_it_was_told():
     found = Found(
-        python="3.12.1", devices=(device(0),),
+        python="3.12.1",
+        devices=(device(0),),
         libraries={"torch": Answer(there=True, what="2.11.0"), "deep_ep": Answer(there=False, what="no", fix="get it")},
         backends={"nccl": Answer(there=False, what="one device", fix="show another")},
-    )  # fmt: skip
+    )
     lines = text(found).splitlines()
     assert "  0: H200, 132 SMs, 128 GiB, reaches no other" in lines
     assert any("--share-device" in line for line in lines)

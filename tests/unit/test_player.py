@@ -36,18 +36,28 @@ def issued(launched: Launched, *, step: int = 0, rank: int = 0) -> list[tuple[st
     found = [
         (r.point, r.ubatch, r.layer - 1)
         for r in sorted(launched.trace.records, key=lambda r: r.id)
-        if r.on_device and r.point and r.ubatch >= 0 and r.layer >= 1 and r.rank == rank and r.step == step
+        if r.on_device
+        and r.point
+        and r.ubatch >= 0
+        and r.layer >= 1
+        and r.rank == rank
+        and r.step == step
         and r.kind not in ("record", "wait", "transfer")
-    ]  # fmt: skip
+    ]
     return [key for key, _ in groupby(found)]
 
 
 @pytest.mark.parametrize(("name", "backend", "ubatches"), RUNS)
 def test_a_preset_is_played_in_the_order_of_the_abstract_ring(name: str, backend: str, ubatches: int) -> None:
     job = ordering_job(
-        ((9, 5), (7, 6)), backend=backend, schedule=name, num_ubatches=ubatches, new_tokens=1,
-        dbo_decode_token_threshold=ubatches, model={"num_hidden_layers": LAYERS + 1},
-    )  # fmt: skip
+        ((9, 5), (7, 6)),
+        backend=backend,
+        schedule=name,
+        num_ubatches=ubatches,
+        new_tokens=1,
+        dbo_decode_token_threshold=ubatches,
+        model={"num_hidden_layers": LAYERS + 1},
+    )
     launched = run(job)
     steps = run_ring(presets()[name], backend=backend, num_ubatches=ubatches, layers=LAYERS).steps
     wanted = [(s.point, s.ubatch, s.layer) for s in steps]
@@ -119,9 +129,7 @@ def test_each_point_runs_on_its_stream_and_the_layer_ends_on_compute() -> None:
     launched = play_layer("A0 A1 | D.send@comm D.recv MLP | C.send@comm S C.recv@comm copy@comm |")
     lines = {r.name: r.line for r in of_ubatch(launched, 0) if r.kind == "op"}
     comm = {"D.send", "C.send", "C.recv"}
-    assert lines == {
-        name: "comm" if name in comm else "compute" for name in ("A0", "A1", *POINTS, "after")
-    }  # fmt: skip
+    assert lines == {name: "comm" if name in comm else "compute" for name in ("A0", "A1", *POINTS, "after")}
 
 
 def test_a_consumer_on_the_other_stream_waits_for_an_event_recorded_before_the_yield() -> None:

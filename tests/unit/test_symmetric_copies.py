@@ -204,9 +204,14 @@ def test_shared_experts_read_a_faster_peer_s_rows_unless_all_meet_before_sizes_c
         end.__dict__["signals"] = signals
         tensors = SimpleNamespace(record_stream=lambda array, stream: None)
         world: Any = SimpleNamespace(
-            rank=rank, size=2, symmetric=end, copy_rows=TorchCopyRows(), tensors=tensors, compute=None,
+            rank=rank,
+            size=2,
+            symmetric=end,
+            copy_rows=TorchCopyRows(),
+            tensors=tensors,
+            compute=None,
             current_stream=lambda: None,
-        )  # fmt: skip
+        )
         backend = Telling(world, num_experts=2, worst_case=True)
         experts: Any = SimpleNamespace(apply=lambda inputs: inputs.x.clone())
         kernel = FusedMoEModularKernel(backend, experts, shared)

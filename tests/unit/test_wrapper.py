@@ -113,8 +113,13 @@ def test_all_keyword_arguments_reach_every_ubatch_and_those_with_a_token_axis_ar
         seen: list[dict[str, Any]] = []
         call(
             wrapper_of(world, lambda **kwargs: seen.append(kwargs) or kwargs["input_ids"]),
-            step_context((0, 4, 10)), input_ids=IDS, positions=IDS + 100, inputs_embeds=None, table=table, flag="on",
-        )  # fmt: skip
+            step_context((0, 4, 10)),
+            input_ids=IDS,
+            positions=IDS + 100,
+            inputs_embeds=None,
+            table=table,
+            flag="on",
+        )
         assert [(k["input_ids"].tolist(), k["positions"].tolist()) for k in seen] == [
             ([0, 1, 2, 3], [100, 101, 102, 103]),
             ([4, 5, 6, 7, 8, 9], [104, 105, 106, 107, 108, 109]),
@@ -140,9 +145,18 @@ def test_each_ubatch_has_a_forward_context_of_its_own() -> None:
 
         def model(input_ids: np.ndarray) -> np.ndarray:
             context = get_forward_context()
-            seen.append((context.ubatch, context.num_tokens, context.num_real_tokens, context.step, context.kv_caches,
-                         context.num_tokens_across_ranks, context.attn_metadata.num_actual_tokens,
-                         world.real_tokens()))  # fmt: skip
+            seen.append(
+                (
+                    context.ubatch,
+                    context.num_tokens,
+                    context.num_real_tokens,
+                    context.step,
+                    context.kv_caches,
+                    context.num_tokens_across_ranks,
+                    context.attn_metadata.num_actual_tokens,
+                    world.real_tokens(),
+                )
+            )
             return input_ids
 
         whole = step_context((0, 4, 10), real=7, step=5)

@@ -66,9 +66,20 @@ class TraceBuilder:
         key = (where["rank"], line)
         start = max([self._free.get(key, 0.0), *(self._ends[x] for x in after)]) if t is None else t
         record = Record(
-            id=id, line=line, kind=kind, name=name or kind, t_us=start, dur_us=dur, point=point, src=src,
-            after=tuple(after), reads=self._accesses(reads), writes=self._accesses(writes), attrs=attrs, **where,
-        )  # fmt: skip
+            id=id,
+            line=line,
+            kind=kind,
+            name=name or kind,
+            t_us=start,
+            dur_us=dur,
+            point=point,
+            src=src,
+            after=tuple(after),
+            reads=self._accesses(reads),
+            writes=self._accesses(writes),
+            attrs=attrs,
+            **where,
+        )
         self._free[key] = self._ends[id] = record.end_us
         self.trace.records.append(record)
         return id

@@ -38,13 +38,22 @@ def plan(
     real = [table[i][p // 4] * 4 + p % 4 for i, p in zip(row_of, positions, strict=True)]
     pad = [0] * (rows - loc[-1])
     return {
-        "query_start_loc": loc, "seq_lens": [q + c for q, c in requests],
-        "num_computed_tokens": [c for _, c in requests], "num_reqs": len(requests), "num_actual_tokens": loc[-1],
-        "num_tokens_padded": rows, "max_query_len": max(q for q, _ in requests),
-        "max_seq_len": max(q + c for q, c in requests), "block_table": table,
-        "slot_mapping": (slots or real) + pad, "positions": positions + pad, "causal": True,
-        "is_prefilling": [True] * len(requests), "dcp_local_seq_lens": None, "dcp_layout": None,
-    }  # fmt: skip
+        "query_start_loc": loc,
+        "seq_lens": [q + c for q, c in requests],
+        "num_computed_tokens": [c for _, c in requests],
+        "num_reqs": len(requests),
+        "num_actual_tokens": loc[-1],
+        "num_tokens_padded": rows,
+        "max_query_len": max(q for q, _ in requests),
+        "max_seq_len": max(q + c for q, c in requests),
+        "block_table": table,
+        "slot_mapping": (slots or real) + pad,
+        "positions": positions + pad,
+        "causal": True,
+        "is_prefilling": [True] * len(requests),
+        "dcp_local_seq_lens": None,
+        "dcp_layout": None,
+    }
 
 
 def split_slices() -> dict[str, Any]:
@@ -57,9 +66,15 @@ def split_slices() -> dict[str, Any]:
 
 def decision(ranks: int) -> dict[str, Any]:
     return {
-        "split": True, "num_tokens_padded": [6] * ranks, "cudagraph_mode": "NONE", "split_points": [3],
-        "num_ubatches": 2, "all_idle": False, "uniform_query_len": 0, "reason": "",
-    }  # fmt: skip
+        "split": True,
+        "num_tokens_padded": [6] * ranks,
+        "cudagraph_mode": "NONE",
+        "split_points": [3],
+        "num_ubatches": 2,
+        "all_idle": False,
+        "uniform_query_len": 0,
+        "reason": "",
+    }
 
 
 def _ring(layers: int) -> Iterator[_Action]:
@@ -163,9 +178,14 @@ class _Run:
             self.b.at(ubatch=u, layer=-1)
             for r in each:
                 self.baton[r] = self._host(
-                    r, line, "ubatch.exit", yields=self.counts[u], declared_yields=2 * self.layers, error="",
+                    r,
+                    line,
+                    "ubatch.exit",
+                    yields=self.counts[u],
+                    declared_yields=2 * self.layers,
+                    error="",
                     hook_pending=False,
-                )  # fmt: skip
+                )
         elif action.endswith(".send"):
             self._send(u, action, layer)
         else:
@@ -176,9 +196,15 @@ class _Run:
         read, write = {"A0": ("out", "q"), "A1": ("q", "x"), "MLP": ("xin", "y"), "S": ("x", "s")}[point]
         host = self._host(r, f"u{u}", "point", point=point)
         self.b.op(
-            point, rank=r, point=point, dur=DURATIONS_US[point], after=[host], src=f"layer.py:{len(point)}",
-            reads=[self.buf[r, u, read]], writes=[self.buf[r, u, write]],
-        )  # fmt: skip
+            point,
+            rank=r,
+            point=point,
+            dur=DURATIONS_US[point],
+            after=[host],
+            src=f"layer.py:{len(point)}",
+            reads=[self.buf[r, u, read]],
+            writes=[self.buf[r, u, write]],
+        )
 
     def _send(self, u: int, point: str, layer: int) -> None:
         op, source = ("dispatch", "x") if point == "D.send" else ("combine", "y")
@@ -187,9 +213,21 @@ class _Run:
         for r in range(self.ranks):
             host = self._host(r, f"u{u}", "point", point=point)
             sent = self.b.add(
-                "send", "compute", f"{op}.send", rank=r, point=point, dur=POINTS_US, after=[host], call=call,
-                buffer=call % 2, op=op, rows=TOKENS[u], real=TOKENS[u], sms=20, reads=[self.buf[r, u, source]],
-            )  # fmt: skip
+                "send",
+                "compute",
+                f"{op}.send",
+                rank=r,
+                point=point,
+                dur=POINTS_US,
+                after=[host],
+                call=call,
+                buffer=call % 2,
+                op=op,
+                rows=TOKENS[u],
+                real=TOKENS[u],
+                sms=20,
+                reads=[self.buf[r, u, source]],
+            )
             regions = [Access.interval(self.landing[p, call % 2], 64 * r, 64 * r + 64) for p in range(self.ranks)]
             arrived.append(
                 self.b.add(
@@ -204,7 +242,7 @@ class _Run:
                     call=call,
                     op=op,
                     dst="all",
-                )  # fmt: skip
+                )
             )
         meet = self.b.add("meet", f"low_latency.{call}", rank=-1, ubatch=-1, step=-1, after=arrived)
         for r in range(self.ranks):
@@ -221,7 +259,17 @@ class _Run:
         for r in range(self.ranks):
             host = self._host(r, f"u{u}", "hook.run", hook=number, owner=owner, runner=u)
             self.b.add(
-                "recv", "compute", f"{op}.recv", rank=r, point=point, ubatch=owner, dur=POINTS_US, after=[meet, host],
-                reads=[self.landing[r, call % 2]], writes=[self.buf[r, owner, target]], call=call, buffer=call % 2,
+                "recv",
+                "compute",
+                f"{op}.recv",
+                rank=r,
+                point=point,
+                ubatch=owner,
+                dur=POINTS_US,
+                after=[meet, host],
+                reads=[self.landing[r, call % 2]],
+                writes=[self.buf[r, owner, target]],
+                call=call,
+                buffer=call % 2,
                 op=op,
-            )  # fmt: skip
+            )

@@ -43,9 +43,13 @@ def wrapper_of(
     program: Program | None = None,
 ) -> UBatchWrapper:
     return UBatchWrapper(
-        model, world=world, schedule=schedule_of(schedule, backend), backend=backend, moe_layers=moe_layers,
+        model,
+        world=world,
+        schedule=schedule_of(schedule, backend),
+        backend=backend,
+        moe_layers=moe_layers,
         program=program,
-    )  # fmt: skip
+    )
 
 
 def step_context(bounds: Sequence[int] | None, *, num_tokens: int = 0, real: int | None = None, step: int = 0) -> Any:
