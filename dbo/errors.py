@@ -6,13 +6,24 @@ code 2, `NotAvailable` to 3, and everything else that a run reports to 1.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class DBOError(Exception):
     """Root of everything this project raises on purpose."""
 
+    @classmethod
+    def of(cls, rule: str, *, fix: str, **values: object) -> Self:
+        """The error whose message is `rule: name=value, name=value; fix`."""
+        return cls(refusal(rule, fix, **values))
+
 
 class UsageError(DBOError):
     """Bad input: a flag, a file, a prompt. Exit code 2."""
+
+
+class ArgumentError(DBOError, ValueError):
+    """A value that a function of this project cannot take."""
 
 
 class ConfigError(UsageError):

@@ -81,7 +81,7 @@ class WorldRunner:
         for name in ("budget", "replay"):
             if name in chosen and name not in taken:
                 rule = f"--dbo-{name} needs a world that searches"
-                raise NotAvailable(refusal(rule, "drop the option", world=self.world, **{name: chosen[name]}))
+                raise NotAvailable.of(rule, fix="drop the option", world=self.world, **{name: chosen[name]})
         try:
             outcome = launch(program, **chosen)
         except Exception as error:
@@ -170,7 +170,7 @@ class _Session:
         worlds = sorted(registry.WORLDS)
         if wanted.get("world", "sim") not in worlds:
             fix = f"choose one of {', '.join(worlds)}"
-            raise UsageError(refusal("the marker dbo names a world", fix, world=repr(wanted["world"])))
+            raise UsageError.of("the marker dbo names a world", fix=fix, world=repr(wanted["world"]))
         return WorldRunner(
             world=option("--dbo-world") or wanted.get("world", "sim"),
             seed=self.seed if self.seed_is_chosen else wanted.get("seed", self.seed),

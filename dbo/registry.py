@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dbo.bench.timing import Benchmark
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, UsageError
 
 if TYPE_CHECKING:
     from dbo.trace import Trace
@@ -143,7 +143,7 @@ def machine(world: str, *, device: str, ranks: int, share_device: bool) -> Any:
     if world in MACHINES:
         return _load(MACHINES[world], "a world with devices")(device=device, ranks=ranks, share_device=share_device)
     if device != "auto" or share_device:
-        raise UsageError(refusal("only world gpu takes devices", "drop --device and --share-device", world=world))
+        raise UsageError.of("only world gpu takes devices", fix="drop --device and --share-device", world=world)
     return None
 
 
@@ -172,7 +172,7 @@ def fuzzer() -> ModuleType:
 
 def _choice(table: dict[str, str], name: str, rule: str) -> str:
     if name not in table:
-        raise UsageError(refusal(rule, f"choose one of {', '.join(sorted(table))}", world=name))
+        raise UsageError.of(rule, fix=f"choose one of {', '.join(sorted(table))}", world=name)
     return table[name]
 
 
@@ -194,7 +194,7 @@ def _load(target: str, noun: str, *, instead: str = "") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         fix = _fix(missing, package) + (f", or {instead}" if instead else "")
-        raise NotAvailable(refusal(f"{noun} needs its modules", fix, module=module_name, missing=missing)) from error
+        raise NotAvailable.of(f"{noun} needs its modules", fix=fix, module=module_name, missing=missing) from error
     return getattr(module, attribute) if attribute else module
 
 
@@ -210,14 +210,12 @@ def _refuse_foreign(package: str, noun: str) -> None:
     found = _location(package)
     if found is None:
         rule = f"{noun} lies beside dbo"
-        raise NotAvailable(refusal(rule, "install the whole distribution", missing=package, dbo=here))
+        raise NotAvailable.of(rule, fix="install the whole distribution", missing=package, dbo=here)
     if found.parent != here.parent:
-        raise NotAvailable(
-            refusal(
-                f"the package {package} must be the one beside dbo",
-                f"take the other {package} off the import path",
-                **{package: found, "dbo": here},
-            )
+        raise NotAvailable.of(
+            f"the package {package} must be the one beside dbo",
+            fix=f"take the other {package} off the import path",
+            **{package: found, "dbo": here},
         )
 
 

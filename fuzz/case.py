@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.schedule import Item, Program, Schedule
 
 TOKEN_VERSION = "f2"
@@ -127,4 +127,4 @@ def parse_token(text: str) -> Case:
     if version == SPELLING_VERSION:
         return read_spelling(text)
     rule = f"a case token starts with {TOKEN_VERSION}, and a case spelt out with {SPELLING_VERSION}"
-    raise UsageError(refusal(rule, "copy it whole, from a run of this version", case=text))
+    raise UsageError.of(rule, fix="copy it whole, from a run of this version", case=text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dbo.check import Verdict
 from dbo.check.verdict import fuzzed, inconclusive, violated
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from fuzz.case import Case, parse_token
 from fuzz.targets import fault_of, run_case, surprise
 from sim.faults import CATALOGUE, Fault
@@ -82,7 +82,7 @@ def chosen_faults(names: Sequence[str]) -> list[Fault]:
     for name in names:
         if name not in by_name:
             known = ", ".join(["all", "none", *by_name])
-            raise UsageError(refusal("--faults names faults of the catalogue", f"choose from {known}", fault=name))
+            raise UsageError.of("--faults names faults of the catalogue", fix=f"choose from {known}", fault=name)
     return [by_name[name] for name in names]
 
 

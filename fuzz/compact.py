@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import ArgumentError, UsageError
 from dbo.schedule import Hook, Item, Point, Yield
 from fuzz.case import TOKEN_VERSION, Case, RequestPlan
 from fuzz.spelling import BACKENDS, EXCHANGES, MODES, POINTS, SHARED
@@ -39,7 +39,7 @@ def to_token(case: Case) -> str:
     writer = _Writer()
     if _coded(writer, case) != case:
         rule = "graph sizes come with graphs, and an exchange with a DCP group"
-        raise ValueError(refusal(rule, "give both or none", case=case))
+        raise ArgumentError.of(rule, fix="give both or none", case=case)
     number = writer.number()
     number = number * _CHECKS + _check(number)
     digits = ""
@@ -271,7 +271,7 @@ def _fault(c: _Coder, spelt: str | None) -> str:
     )
     if name is None:
         rule, fix = "the fault of a case token is in the catalogue", "run it with the version that printed it"
-        raise UsageError(refusal(rule, fix, site=site))
+        raise UsageError.of(rule, fix=fix, site=site)
     return next(fault for fault in CATALOGUE if fault.name == name).inject(site)
 
 
@@ -301,4 +301,4 @@ def _check(number: int) -> int:
 
 def _damaged(text: str) -> UsageError:
     rule = f"a case token is {TOKEN_VERSION}: and letters and digits that agree with their check sum"
-    return UsageError(refusal(rule, "copy the token whole", case=text))
+    return UsageError.of(rule, fix="copy the token whole", case=text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dbo.check import Report
-from dbo.errors import DBOError, UsageError, refusal
+from dbo.errors import DBOError, UsageError
 from fuzz.case import Case, parse_token
 from fuzz.targets import run_case, surprise
 
@@ -52,10 +52,10 @@ def check(entry: KnownFailure, run: Callable[[Case], Report] = run_case) -> None
     if not surprise(case, report):
         rule = "a known failure fails"
         fix = "take it out of fuzz/ledger.py and put its token into fuzz/corpus/fixed.tokens"
-        raise LedgerError(refusal(rule, fix, verdict=report.verdict, case=case.token))
+        raise LedgerError.of(rule, fix=fix, verdict=report.verdict, case=case.token)
     if str(report.verdict) != entry.verdict:
         rule, fix = "a known failure fails as the ledger says", "look at it again and correct the entry"
-        raise LedgerError(refusal(rule, fix, verdict=report.verdict, known=entry.verdict, case=case.token))
+        raise LedgerError.of(rule, fix=fix, verdict=report.verdict, known=entry.verdict, case=case.token)
 
 
 def is_known(case: Case, report: Report, known: tuple[KnownFailure, ...] | None = None) -> bool:

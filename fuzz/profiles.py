@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from hypothesis import HealthCheck, settings
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 
 VARIABLE = "HYPOTHESIS_PROFILE"
 DEFAULT = "ci"
@@ -58,7 +58,7 @@ def chosen() -> str:
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in PROFILES:
         known = ", ".join(PROFILES)
-        raise UsageError(refusal("a profile is one that exists", f"use one of {known}", **{VARIABLE: name}))
+        raise UsageError.of("a profile is one that exists", fix=f"use one of {known}", **{VARIABLE: name})
     return name
 
 

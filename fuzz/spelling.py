@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.schedule import Hook, Item, Point, Yield
 from fuzz.case import SPELLING_VERSION, Case, RequestPlan
 
@@ -63,7 +63,7 @@ def read_spelling(text: str) -> Case:
     _, *sections = text.split(":", 5)
     if len(sections) < 4:
         rule = f"a case spelt out starts with {SPELLING_VERSION} and has sizes, schedule, requests and mode"
-        raise UsageError(refusal(rule, "copy it whole, from a run of this version", case=text))
+        raise UsageError.of(rule, fix="copy it whole, from a run of this version", case=text)
     sizes = _match(_SIZES, sections[0], "sizes", text).groupdict()
     schedule = _match(_SCHEDULE, sections[1], "schedule", text)
     requests = tuple(
@@ -176,4 +176,4 @@ def _match(pattern: re.Pattern[str], text: str, section: str, whole: str) -> re.
 
 
 def _bad(section: str, text: str, whole: str) -> UsageError:
-    return UsageError(refusal(f"the {section} of a case token parse", "copy the token whole", text=text, case=whole))
+    return UsageError.of(f"the {section} of a case token parse", fix="copy the token whole", text=text, case=whole)

@@ -23,7 +23,7 @@ from dbo.contract.world import World
 from dbo.engine.components import Program
 from dbo.engine.requests import Request
 from dbo.engine.runner import StepOutcome
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.job.rank import CleanPrograms, RankJob, RequestSpec, start_rank
 from dbo.job.reference import by_request, compare_peers, note_reference
 from dbo.job.types import Reference
@@ -144,7 +144,7 @@ def fault_of(case: Case) -> Fault | None:
         if fault.name == name:
             return fault
     known = ", ".join(fault.name for fault in CATALOGUE)
-    raise UsageError(refusal("a case plants a fault of the catalogue", f"choose one of {known}", fault=name))
+    raise UsageError.of("a case plants a fault of the catalogue", fix=f"choose one of {known}", fault=name)
 
 
 def bites(case: Case) -> bool:

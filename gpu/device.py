@@ -12,7 +12,7 @@ import torch
 
 from dbo.contract.world import TaskState
 from dbo.dcp.interface import ContextParallel, DCPShape
-from dbo.errors import CaptureError, NotAvailable, PeerFailed, refusal
+from dbo.errors import CaptureError, NotAvailable, PeerFailed
 from dbo.export.profile import range_name
 from dbo.ubatching.forward_context import get_forward_context
 from gpu.alltoall.gloo_low_latency import GlooLowLatency
@@ -166,7 +166,7 @@ class GpuWorld:
     def _refuse_on_cpu(self, backend: str) -> None:
         if not self.asynchronous:
             fix = "on CPU tensors use --all2all-backend nccl, symm_copy or deepep_low_latency"
-            raise NotAvailable(refusal(f"the library of {backend} runs on devices", fix, device=self.device))
+            raise NotAvailable.of(f"the library of {backend} runs on devices", fix=fix, device=self.device)
 
     def next_index(self, group: str) -> int:
         """The number of this rank's next exchange in `group`."""
@@ -187,7 +187,7 @@ class GpuWorld:
         """
         if not self.asynchronous:
             rule = "graphs are CUDA graphs"
-            raise NotAvailable(refusal(rule, "use --cudagraph-mode NONE, or a device", device=self.device))
+            raise NotAvailable.of(rule, fix="use --cudagraph-mode NONE, or a device", device=self.device)
         from gpu.graph import CudaGraph
 
         return CudaGraph(self, name)
@@ -206,7 +206,7 @@ class GpuWorld:
         self.trace.end_visit(task)
         if self.trace.capturing:
             rule = "the host cannot wait for a stream that is being captured"
-            raise CaptureError(refusal(rule, "read it after the replay", stream=stream.name, why=why))
+            raise CaptureError.of(rule, fix="read it after the replay", stream=stream.name, why=why)
         if self.asynchronous:
             self.trace.waits(DEVICE, f"{stream.name}: {why}")
             stream.drain()
@@ -227,7 +227,7 @@ class GpuWorld:
             return ThreadHost(self.trace, self.compute, self._enter_thread)
         if importlib.util.find_spec("greenlet") is None:
             rule = "ubatches are greenlets only where greenlet is installed"
-            raise NotAvailable(refusal(rule, "install greenlet, or use threads", vehicle=vehicle))
+            raise NotAvailable.of(rule, fix="install greenlet, or use threads", vehicle=vehicle)
         from gpu.host.greenlets import GreenletHost
 
         return GreenletHost(self.trace, self._resume, self.compute)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbo.errors import CaptureError, refusal
+from dbo.errors import CaptureError
 from gpu.record.recorder import Captured, Replayed
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class CudaGraph:
         """
         world = self.world
         if world.trace.capturing:
-            raise CaptureError(refusal("one capture is open at a time", "close the other one", graph=self.name))
+            raise CaptureError.of("one capture is open at a time", fix="close the other one", graph=self.name)
         torch.cuda.synchronize(world.device)
         gc.collect()
         world.trace.on_line("capture.begin", self.name, {"graph": self.name})
@@ -78,7 +78,7 @@ class CudaGraph:
         if self.exchanges.get("low_latency", 0) % 2:
             self._graph = None
             rule = "a graph makes an even number of low-latency calls, since each replay starts at buffer 0"
-            raise CaptureError(refusal(rule, "capture whole layers", graph=self.name, calls=self.exchanges))
+            raise CaptureError.of(rule, fix="capture whole layers", graph=self.name, calls=self.exchanges)
         self._captured = captured
         world.trace.on_line("capture.end", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
 
@@ -91,7 +91,7 @@ class CudaGraph:
             CaptureError: nothing was captured.
         """
         if self._graph is None or self._captured is None:
-            raise CaptureError(refusal("a graph is captured before it is replayed", "capture it", graph=self.name))
+            raise CaptureError.of("a graph is captured before it is replayed", fix="capture it", graph=self.name)
         world = self.world
         world.trace.end_visit(world.trace.task)
         world.trace.on_line("replay", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
@@ -124,7 +124,7 @@ class CudaGraph:
         except RuntimeError as error:
             self._clean_up(graph, pool)
             rule = "streams that joined a capture are joined again at its end, and nothing in it waits for the host"
-            raise CaptureError(refusal(rule, "look at the cause", graph=self.name)) from error
+            raise CaptureError.of(rule, fix="look at the cause", graph=self.name) from error
         self._graph = graph
 
     def _abandon(self, graph: Any, pool: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class DistGroup:
         if self.process_group is None:
             rule = "NCCL refuses two ranks on one device"
             fix = "use a DeepEP V1 backend with --share-device, one device a rank, or --device cpu"
-            raise NotAvailable(refusal(rule, fix, group=self.name, device=self.world.device))
+            raise NotAvailable.of(rule, fix=fix, group=self.name, device=self.world.device)
         with self._exchanges.of_rows("all_to_all_single", input):
             # As bytes: gloo has no 16-bit types, and no backend looks at what it moves.
             dist.all_to_all_single(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo.config import DeviceLimits
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, UsageError
 
 DEEPEP_V1 = "tokenspeed-deepep==1.2.1.post20251110"
 DEEPEP_V2 = "tokenspeed-deepep==2.1.0.post20260801"
@@ -94,7 +94,7 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
     if device == "cpu":
         if share_device:
             rule = "CPU tensors are nobody's device"
-            raise UsageError(refusal(rule, "drop --share-device", device=device, share_device=share_device))
+            raise UsageError.of(rule, fix="drop --share-device", device=device, share_device=share_device)
         # Over gloo any dtype and any size travels; the limits are those of the library's kernels.
         limits = DeviceLimits(num_devices=ranks)
         return Machine(
@@ -107,7 +107,7 @@ def machine(*, device: str, ranks: int, share_device: bool) -> Machine:
         share = " --share-device," if devices else ""
         fix = f"show more devices, use --device cpu (gloo, CPU tensors),{share} or --world sim"
         values = {"num_devices": len(devices), "num_ranks": ranks} | ({"torch": why} if why else {})
-        raise NotAvailable(refusal(rule, fix, **values))
+        raise NotAvailable.of(rule, fix=fix, **values)
     used = devices[:needed]
     limits = DeviceLimits(
         num_sms=min(d.num_sms for d in used),

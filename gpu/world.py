@@ -27,7 +27,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError, refusal
+from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError
 from dbo.trace import Record, Trace
 from gpu.launch import transport
 from gpu.launch.merge import merge
@@ -107,7 +107,7 @@ def launch(
     begun_s = time.monotonic()
     chosen = _device(device, ranks, share_device, mode)
     if vehicle not in VEHICLES:
-        raise UsageError(refusal("ubatches are threads or greenlets", "use one of them, or auto", vehicle=vehicle))
+        raise UsageError.of("ubatches are threads or greenlets", fix="use one of them, or auto", vehicle=vehicle)
     if vehicle == "auto":
         vehicle = "thread" if importlib.util.find_spec("greenlet") is None else "greenlet"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -131,7 +131,7 @@ def launch(
         packed = pickle.dumps(program)
     except Exception as error:
         rule = "a program for world gpu can be sent to a process of its own"
-        raise UsageError(refusal(rule, "define it at the top of a module", program=repr(program))) from error
+        raise UsageError.of(rule, fix="define it at the top of a module", program=repr(program)) from error
     with _uninterrupted():
         folder = Path(tempfile.mkdtemp(prefix="dbo-run-"))
         # An interrupt may also end the removal below, or come before it.
@@ -163,16 +163,16 @@ def launch(
 def _device(device: str, ranks: int, share_device: bool, mode: str) -> str:
     if mode != "numeric":
         rule = "world gpu computes with numbers"
-        raise UsageError(refusal(rule, "use --mode numeric, or --world sim", mode=mode))
+        raise UsageError.of(rule, fix="use --mode numeric, or --world sim", mode=mode)
     if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(refusal("a device is auto, cpu or cuda", "use one of them", device=device))
+        raise UsageError.of("a device is auto, cpu or cuda", fix="use one of them", device=device)
     found = device_count()
     if device == "cpu":
         return "cpu"
     if found < (1 if share_device else ranks):
         rule = "world gpu needs one visible device a rank"
         fix = "use --device cpu (gloo, CPU tensors), --share-device with a backend that allows it, or --world sim"
-        raise NotAvailable(refusal(rule, fix, num_devices=found, ranks=ranks))
+        raise NotAvailable.of(rule, fix=fix, num_devices=found, ranks=ranks)
     return "cuda"
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import CaptureError, refusal
+from dbo.errors import CaptureError
 from dbo.trace import Access
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SimGraph:
         """
         world = self.world
         if world.capture is not None:
-            raise CaptureError(refusal("one capture is open at a time", "close the other one", open=world.capture.name))
+            raise CaptureError.of("one capture is open at a time", fix="close the other one", open=world.capture.name)
         world.engine.host_record(world.task(), "capture.begin", self.name, {"graph": self.name})
         world.capture = self
         self._origin = world.current_stream()
@@ -91,7 +91,7 @@ class SimGraph:
             if event.marker is None:
                 return
             rule = "a captured stream waits only for events recorded inside the capture"
-            raise CaptureError(refusal(rule, "record it inside, or wait before the capture", event=event.name))
+            raise CaptureError.of(rule, fix="record it inside, or wait before the capture", event=event.name)
         source, at = found
         self._open.setdefault(stream, False)
         self.add(stream, lambda: stream.wait_event(event))
@@ -104,19 +104,19 @@ class SimGraph:
 
     def refuse(self, what: str, fix: str) -> None:
         """Raise for something that the host may not do now."""
-        raise CaptureError(refusal("an open graph capture forbids it", fix, operation=what, rank=self.world.rank))
+        raise CaptureError.of("an open graph capture forbids it", fix=fix, operation=what, rank=self.world.rank)
 
     def _refuse_stranger(self, stream: SimStream) -> None:
         if stream not in self._open:
             rule = "work inside a capture is launched on streams that have joined it"
             fix = "let the stream wait for an event of the captured one first"
-            raise CaptureError(refusal(rule, fix, stream=stream.name, rank=self.world.rank))
+            raise CaptureError.of(rule, fix=fix, stream=stream.name, rank=self.world.rank)
 
     def _refuse_unjoined(self) -> None:
         left = sorted(s.name for s, is_open in self._open.items() if is_open and s is not self._origin)
         if left:
             rule = "streams that joined a capture are joined again at its end"
-            raise CaptureError(refusal(rule, "let the captured stream wait for them", streams=",".join(left)))
+            raise CaptureError.of(rule, fix="let the captured stream wait for them", streams=",".join(left))
 
     def _forget(self) -> None:
         self.calls.clear()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dbo.batch.plan import BatchPlan, DCPLayout
 from dbo.batch.slicing import Cut, UBatchSlice, make_cut, rule_of
-from dbo.errors import MetadataError, refusal
+from dbo.errors import MetadataError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,8 +200,8 @@ def _recount_local_keys(parent: Parent, cut: Cut, value: Tensor | None) -> Tenso
         return None
     layout = parent.dcp_layout
     if layout is None:
-        raise MetadataError(
-            refusal("local key counts are counted anew for a slice", "give the metadata its layout", dcp_layout=None)
+        raise MetadataError.of(
+            "local key counts are counted anew for a slice", fix="give the metadata its layout", dcp_layout=None
         )
     return layout.count_before(parent.seq_lens[cut.requests] - _later_tokens(parent, cut))
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dbo.batch.slicing import default_split_points
-from dbo.errors import StepDrift, refusal
+from dbo.errors import ArgumentError, StepDrift
 
 NUM_ROWS = 7
 """Rows of the table, one a field of `RankColumn`, in the order of its fields."""
@@ -215,21 +215,19 @@ def decide(table: np.ndarray, common: CommonConfig) -> Decision:
 def _columns(table: np.ndarray) -> list[RankColumn]:
     table = np.asarray(table)
     if table.ndim != 2 or table.shape[0] != NUM_ROWS or not table.shape[1]:
-        raise ValueError(
-            refusal("the table has one column a rank", "exchange it with `exchange`", shape=table.shape, rows=NUM_ROWS)
+        raise ArgumentError.of(
+            "the table has one column a rank", fix="exchange it with `exchange`", shape=table.shape, rows=NUM_ROWS
         )
     columns = [RankColumn.from_array(c) for c in table.T]
     for rank, c in enumerate(columns):
         idle_and_wants = c.real_tokens == 0 and (c.vote or c.padded_tokens > 1)
         if table[:, rank].min() < 0 or (c.real_tokens and c.padded_tokens < c.real_tokens) or idle_and_wants:
-            raise ValueError(
-                refusal(
-                    "a column has no negative number, padding is not below the real tokens, and an idle rank "
-                    "votes no and pads to one token at most",
-                    "make it with RankColumn and vote",
-                    rank=rank,
-                    column=table[:, rank].tolist(),
-                )
+            raise ArgumentError.of(
+                "a column has no negative number, padding is not below the real tokens, and an idle rank "
+                "votes no and pads to one token at most",
+                fix="make it with RankColumn and vote",
+                rank=rank,
+                column=table[:, rank].tolist(),
             )
     return columns
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dbo.batch.plan import NULL_BLOCK, NULL_SLOT, BatchPlan, DCPLayout
-from dbo.errors import MetadataError, refusal
+from dbo.errors import ArgumentError, MetadataError
 
 __all__ = [
     "FIELD_RULES",
@@ -97,15 +97,13 @@ def maybe_create_ubatch_slices(
     starts_R1 = np.concatenate(([0], np.cumsum(scheduled_R)))
     num_tokens, num_reqs = int(starts_R1[-1]), len(scheduled_R)
     if num_tokens_padded < num_tokens or num_reqs_padded < num_reqs:
-        raise ValueError(
-            refusal(
-                "padded counts are at least the real ones",
-                "pad before you slice",
-                num_tokens_padded=num_tokens_padded,
-                num_tokens=num_tokens,
-                num_reqs_padded=num_reqs_padded,
-                num_reqs=num_reqs,
-            )
+        raise ArgumentError.of(
+            "padded counts are at least the real ones",
+            fix="pad before you slice",
+            num_tokens_padded=num_tokens_padded,
+            num_tokens=num_tokens,
+            num_reqs_padded=num_reqs_padded,
+            num_reqs=num_reqs,
         )
     bounds = (0, *points, int(num_tokens_padded))
     unpadded, padded = [], []
@@ -122,8 +120,8 @@ def maybe_create_ubatch_slices(
 def _points(num_tokens_padded: int, num_ubatches: int, split_point: int | Sequence[int] | None) -> tuple[int, ...]:
     """The U - 1 split points, checked."""
     if num_ubatches < 2:
-        raise ValueError(
-            refusal("a split step has at least two ubatches", "pass should_ubatch=False", num_ubatches=num_ubatches)
+        raise ArgumentError.of(
+            "a split step has at least two ubatches", fix="pass should_ubatch=False", num_ubatches=num_ubatches
         )
     if split_point is None:
         points = default_split_points(num_tokens_padded, num_ubatches)
@@ -133,14 +131,12 @@ def _points(num_tokens_padded: int, num_ubatches: int, split_point: int | Sequen
         points = tuple(int(p) for p in split_point)
     bounds = (0, *points, num_tokens_padded)
     if len(points) != num_ubatches - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
-        raise ValueError(
-            refusal(
-                "split points are num_ubatches - 1 increasing token counts strictly between 0 and the padded tokens",
-                "run the step unsplit or move the points",
-                split_points=points,
-                num_ubatches=num_ubatches,
-                num_tokens_padded=num_tokens_padded,
-            )
+        raise ArgumentError.of(
+            "split points are num_ubatches - 1 increasing token counts strictly between 0 and the padded tokens",
+            fix="run the step unsplit or move the points",
+            split_points=points,
+            num_ubatches=num_ubatches,
+            num_tokens_padded=num_tokens_padded,
         )
     return points
 
@@ -236,8 +232,8 @@ def rule_of(field: str, rules: Mapping[str, str]) -> str:
         MetadataError: it has none.
     """
     if field not in rules:
-        raise MetadataError(
-            refusal("every metadata field says how it is cut", "add it to FIELD_RULES with a rule", field=field)
+        raise MetadataError.of(
+            "every metadata field says how it is cut", fix="add it to FIELD_RULES with a rule", field=field
         )
     return rules[field]
 
@@ -259,15 +255,13 @@ def make_cut(
     start, stop = min(tokens.start, num_actual_tokens), min(tokens.stop, num_actual_tokens)
     inside_R1 = np.clip(offsets_R1, start, stop) - start
     if tokens.stop > rows or requests.stop >= len(query_start_loc) or inside_R1[0] or inside_R1[-1] != stop - start:
-        raise ValueError(
-            refusal(
-                "a slice lies inside its parent and takes every request that overlaps its tokens",
-                "make slices with maybe_create_ubatch_slices, and pad the plan to the rows of padded slices",
-                request_slice=requests,
-                token_slice=tokens,
-                num_reqs=len(query_start_loc) - 1,
-                num_token_rows=rows,
-            )
+        raise ArgumentError.of(
+            "a slice lies inside its parent and takes every request that overlaps its tokens",
+            fix="make slices with maybe_create_ubatch_slices, and pad the plan to the rows of padded slices",
+            request_slice=requests,
+            token_slice=tokens,
+            num_reqs=len(query_start_loc) - 1,
+            num_token_rows=rows,
         )
     queries_R = np.diff(offsets_R1)
     earlier_R = np.minimum(np.maximum(start - offsets_R1[:-1], 0), queries_R)
@@ -284,7 +278,7 @@ def make_cut(
 
 def _local(plan: BatchPlan, cut: Cut) -> np.ndarray:
     if plan.dcp_layout is None:
-        raise MetadataError(
-            refusal("local key counts are counted anew for a slice", "give the plan its DCP layout", dcp_layout=None)
+        raise MetadataError.of(
+            "local key counts are counted anew for a slice", fix="give the plan its DCP layout", dcp_layout=None
         )
     return plan.dcp_layout.local_seq_lens(cut.seq_lens)

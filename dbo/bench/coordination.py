@@ -14,7 +14,7 @@ import numpy as np
 
 from dbo.batch.coordinate import Common, Decision, RankColumn, decide
 from dbo.batch.slicing import maybe_create_ubatch_slices
-from dbo.errors import DBOError, refusal
+from dbo.errors import DBOError
 
 STEP = 7
 IDLE = RankColumn.idle(STEP)
@@ -83,4 +83,4 @@ def _no_empty_ubatch(tokens: int, padded: int, num_ubatches: int, points: tuple[
 
 def _hold(promise: bool, rule: str, decision: Decision) -> None:
     if not promise:
-        raise DBOError(refusal(rule, "mend dbo.batch.coordinate", decision=decision))
+        raise DBOError.of(rule, fix="mend dbo.batch.coordinate", decision=decision)

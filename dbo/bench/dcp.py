@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, UsageError
 from dbo.registry import dcp_bench_device
 
 NAME = "dcp"
@@ -111,12 +111,12 @@ def options(args: argparse.Namespace, *, devices: int) -> DCPBench:
     """
     device = ("cuda" if devices else "cpu") if args.device == "auto" else args.device
     if device == "cuda" and not devices:
-        raise NotAvailable(refusal("a CUDA device is there", "pass --device cpu", device="cuda", devices=0))
+        raise NotAvailable.of("a CUDA device is there", fix="pass --device cpu", device="cuda", devices=0)
     small = device == "cpu"
     heads = args.heads or (GLOO_HEADS if small else DEVICE_HEADS)
     if heads % args.ranks:
         rule = "the ranks of a DCP group divide the query heads"
-        raise UsageError(refusal(rule, "choose --heads that they divide", heads=heads, ranks=args.ranks))
+        raise UsageError.of(rule, fix="choose --heads that they divide", heads=heads, ranks=args.ranks)
     link = args.link_gbs if args.link_gbs is not None else (0.0 if small else LINK_GBS)
     return DCPBench(
         device=device,

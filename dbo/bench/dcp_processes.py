@@ -24,7 +24,7 @@ from dbo.dcp.exchange import TORCH_KERNELS
 from dbo.dcp.oracle import merge_float64
 from dbo.dcp.packing import lse_pack_dim
 from dbo.dcp.workspace import Slot, WorkspaceManager
-from dbo.errors import DBOError, refusal
+from dbo.errors import DBOError
 from dbo.registry import dcp_bench_device
 
 TIMEOUT_S = 600.0
@@ -104,7 +104,7 @@ def _answer(answers: Any, ranks: list[Any]) -> list[DCPRow]:
             for process in ranks:
                 process.kill()
             rule = "every rank of a benchmark ends"
-            raise DBOError(refusal(rule, "its error is printed above", died=died or "none: too slow"))
+            raise DBOError.of(rule, fix="its error is printed above", died=died or "none: too slow")
         time.sleep(0.02)
 
 

@@ -20,7 +20,7 @@ from dbo.bench.moe_figures import verdicts
 from dbo.bench.moe_shapes import GROUPS, SHAPES
 from dbo.bench.moe_table import page
 from dbo.config import facts
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, UsageError
 from dbo.registry import moe_bench
 from dbo.schedule import HOOK_BACKENDS, Schedule, load_schedule, presets
 
@@ -126,14 +126,14 @@ def options(args: argparse.Namespace, *, devices: int) -> MoEBench:
     device = ("cuda" if devices >= args.ranks else "cpu") if args.device == "auto" else args.device
     if device == "cuda" and devices < args.ranks:
         fix = "pass --device cpu, or fewer --ranks"
-        raise NotAvailable(refusal("speed is measured on a device a rank", fix, devices=devices, ranks=args.ranks))
+        raise NotAvailable.of("speed is measured on a device a rank", fix=fix, devices=devices, ranks=args.ranks)
     small = device == "cpu"
     modes = tuple(args.mode or (("eager",) if small else MODES))
     if small and "graph" in modes:
-        raise NotAvailable(refusal("graphs are CUDA graphs", "pass --mode eager, or use devices", device=device))
+        raise NotAvailable.of("graphs are CUDA graphs", fix="pass --mode eager, or use devices", device=device)
     odd = [sms for sms in args.comm_sms if sms % 2]
     if odd:
-        raise UsageError(refusal("comm SMs come in pairs", "use even counts", comm_sms=odd))
+        raise UsageError.of("comm SMs come in pairs", fix="use even counts", comm_sms=odd)
     shapes = [
         name
         for asked in args.shape or (["tiny"] if small else ["wide", "lite"])
@@ -142,7 +142,7 @@ def options(args: argparse.Namespace, *, devices: int) -> MoEBench:
     uneven = [name for name in shapes if SHAPES[name].experts % args.ranks]
     if uneven:
         rule = "routed experts are spread evenly over the ranks"
-        raise UsageError(refusal(rule, "choose --ranks that divide them", shapes=uneven, ranks=args.ranks))
+        raise UsageError.of(rule, fix="choose --ranks that divide them", shapes=uneven, ranks=args.ranks)
     bench = MoEBench(
         device=device,
         ranks=args.ranks,
@@ -164,7 +164,7 @@ def options(args: argparse.Namespace, *, devices: int) -> MoEBench:
     )
     if not any(bench.schedules_for(backend) for backend in bench.backends):
         rule = "a schedule suits one of the backends"
-        raise UsageError(refusal(rule, "choose another --schedule", schedules=bench.schedules, backends=bench.backends))
+        raise UsageError.of(rule, fix="choose another --schedule", schedules=bench.schedules, backends=bench.backends)
     return bench
 
 
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, stage: Callable[[str], None]) -> tuple[str, di
     measured = bench_module.measure(bench)
     if not measured.rows:  # an empty page would look like a good answer
         rule = "at least one backend can be measured"
-        raise NotAvailable(refusal(rule, "ask for another one, or more --budget", skipped="; ".join(measured.skipped)))
+        raise NotAvailable.of(rule, fix="ask for another one, or more --budget", skipped="; ".join(measured.skipped))
     found = verdicts(measured.rows, measured.host_ratio)
     data = {"bench": asdict(bench), "command": bench.command} | measured.to_json()
     data["verdicts"] = [asdict(verdict) for verdict in found]

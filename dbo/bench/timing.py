@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,5 +104,5 @@ def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchma
     for name in only:
         if not any(benchmark.name.startswith(name) for benchmark in benchmarks):
             known = ", ".join(benchmark.name for benchmark in benchmarks)
-            raise UsageError(refusal("--only names benchmarks", f"choose from {known}", only=name))
+            raise UsageError.of("--only names benchmarks", fix=f"choose from {known}", only=name)
     return [b for b in benchmarks if not only or any(b.name.startswith(name) for name in only)]

@@ -7,7 +7,7 @@ from typing import Any
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
 from dbo.check.waitfor import Waiter, minimal_stuck_set, report
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 ID = "deadlock"
@@ -45,9 +45,9 @@ def waiter_of(record: Record) -> Waiter:
     known = Waiter.__dataclass_fields__.keys() - {"rank", "line"}
     for name in ("what", "needs"):
         if name not in given:
-            raise UsageError(refusal("waits_for holds what and needs", "record both", record=record.id, missing=name))
+            raise UsageError.of("waits_for holds what and needs", fix="record both", record=record.id, missing=name)
     if given.keys() - known:
-        raise UsageError(refusal("waits_for holds fields of Waiter", "use those", unknown=sorted(given.keys() - known)))
+        raise UsageError.of("waits_for holds fields of Waiter", fix="use those", unknown=sorted(given.keys() - known))
     given["needs"] = tuple((int(rank), str(line)) for rank, line in given["needs"])
     given["missing"] = tuple(given.get("missing", ()))
     where = {"ubatch": record.ubatch, "point": record.point, "layer": record.layer, "step": record.step}

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 from dbo.trace.collector import collector_paused
 
@@ -58,7 +58,7 @@ class HappensBefore:
         self.records = trace.records
         self.position: dict[int, int] = {record.id: at for at, record in enumerate(trace.records)}
         if len(self.position) != len(trace.records):
-            raise UsageError(refusal("record ids are unique", "record the trace again", records=len(trace.records)))
+            raise UsageError.of("record ids are unique", fix="record the trace again", records=len(trace.records))
         with collector_paused():
             self._number_lines()
             self._walk()
@@ -314,7 +314,7 @@ class HappensBefore:
 
 
 def _forward_edge(record: Record, id: int) -> UsageError:
-    return UsageError(refusal("an edge names an earlier record", "record the trace again", record=record.id, after=id))
+    return UsageError.of("an edge names an earlier record", fix="record the trace again", record=record.id, after=id)
 
 
 def _spot(record: Record) -> str:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of
 from dbo.check.violation import Findings
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 from dbo.trace.accesses import any_overlap
 
@@ -43,8 +43,8 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
 def _early_reader(hook: Hook, readers: list[Record]) -> Record | None:
     receive = hook.receives[0]
     if not receive.writes:
-        raise UsageError(
-            refusal("a recv record names the bytes that it completes", "record its writes", record=receive.id)
+        raise UsageError.of(
+            "a recv record names the bytes that it completes", fix="record its writes", record=receive.id
         )
     for record in readers[bisect_right(readers, hook.registered.id, key=lambda r: r.id) :]:
         if record.id > receive.id:

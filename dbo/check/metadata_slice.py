@@ -11,7 +11,7 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 ID = "metadata-slice"
@@ -98,12 +98,10 @@ def _judge(record: Record, parent: _Plan, ubatches: list[_Plan], points: Any, fo
         want = expected(parent, start, stop, rows=rows, requests_stop=requests_stop)
         unknown = (parent.keys() | ubatch.keys()) - want.keys()
         if unknown:
-            raise UsageError(
-                refusal(
-                    "every metadata field has a rule here",
-                    "add it to dbo.check.metadata_slice",
-                    unknown=sorted(unknown),
-                )
+            raise UsageError.of(
+                "every metadata field has a rule here",
+                fix="add it to dbo.check.metadata_slice",
+                unknown=sorted(unknown),
             )
         for name, value in want.items():
             found.checked += 1

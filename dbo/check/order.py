@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dbo.check.overlap import split_steps
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 SEED_ORDER: tuple[str, ...] = tuple(
@@ -61,13 +61,11 @@ def steady_window(trace: Trace, rank: int = 0) -> list[Record]:
             middle = (len(sends) - 1) // 2
             best = [r for r in issued if sends[middle].id <= r.id < sends[middle + 1].id]
     if not best:
-        raise UsageError(
-            refusal(
-                "a steady order needs a split step with at least two MoE layers",
-                "run a longer model, or lower the threshold so that a step is split",
-                rank=rank,
-                split_steps=len(steps),
-            )
+        raise UsageError.of(
+            "a steady order needs a split step with at least two MoE layers",
+            fix="run a longer model, or lower the threshold so that a step is split",
+            rank=rank,
+            split_steps=len(steps),
         )
     return best
 
@@ -84,7 +82,7 @@ def exchanged(order: Sequence[str]) -> list[str]:
     for text in order:
         match = _LABEL.match(text)
         if match is None:
-            raise UsageError(refusal("a label is a point with a ubatch", "use dbo.check.order.label", label=text))
+            raise UsageError.of("a label is a point with a ubatch", fix="use dbo.check.order.label", label=text)
         head, ubatch, half = match.groups()
         swapped.append(f"{head}{ {'0': '1', '1': '0'}.get(ubatch, ubatch) }{half}")
     return swapped

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dbo.check.causes import most_fitting
 from dbo.check.violation import Violation
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def of_run(
 
 def _positive(name: str, value: int) -> int:
     if value < 1:
-        raise UsageError(refusal("a verdict rests on at least one run", "run something first", **{name: value}))
+        raise UsageError.of("a verdict rests on at least one run", fix="run something first", **{name: value})
     return value
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dbo.check.happens import HappensBefore
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 
@@ -77,12 +77,10 @@ def need(record: Record, name: str) -> Any:
     try:
         return record.attrs[name]
     except KeyError:
-        raise UsageError(
-            refusal(
-                f"a record of kind {record.kind} carries attrs {name}",
-                "record the trace with a world that writes it",
-                record=record.id,
-                rank=record.rank,
-                line=record.line,
-            )
+        raise UsageError.of(
+            f"a record of kind {record.kind} carries attrs {name}",
+            fix="record the trace with a world that writes it",
+            record=record.id,
+            rank=record.rank,
+            line=record.line,
         ) from None

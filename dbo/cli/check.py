@@ -15,7 +15,7 @@ from dbo.cli.progress import Reached
 from dbo.cli.prompts import read_prompts
 from dbo.cli.terminal import colours
 from dbo.config.flags import refuse_not_now
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.export.chrome import refuse_unwritable
 from dbo.job.types import CheckRequest
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
             raise
         rule = "a run with numbers needs torch"
         fix = "install the extra, pip install 'dual-batch-overlap[torch]', or take --mode ordering"
-        raise NotAvailable(refusal(rule, fix, mode=request.mode)) from error
+        raise NotAvailable.of(rule, fix=fix, mode=request.mode) from error
     return Answer(
         text=render.text(result, colour=colours(sys.stdout)), data=render.to_json(result), exit=result.exit_code
     )

@@ -10,7 +10,7 @@ from typing import Any
 from dbo.cli.answer import Answer
 from dbo.cli.parser import Parser
 from dbo.cli.progress import Reached
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 
 HELP = "what this machine has and lacks"
 
@@ -52,4 +52,4 @@ def _probe() -> Any:
         return importlib.import_module("gpu.probe")
     except ModuleNotFoundError as error:
         rule = "the doctor asks world gpu what it needs"
-        raise NotAvailable(refusal(rule, "install the whole distribution", missing=error.name)) from error
+        raise NotAvailable.of(rule, fix="install the whole distribution", missing=error.name) from error

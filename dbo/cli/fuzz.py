@@ -11,7 +11,7 @@ from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
 from dbo.cli.terminal import colours, paint
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 
 HELP = "draw configurations, schedules, requests and faults, and judge the runs"
 MODES = ("ordering", "numeric")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
         rule = "drawing cases needs hypothesis, and numbers need torch"
         extra = "test" if error.name == "hypothesis" else "torch"
         fix = f"install the extra, pip install 'dual-batch-overlap[{extra}]'"
-        raise NotAvailable(refusal(rule, fix, missing=error.name)) from error
+        raise NotAvailable.of(rule, fix=fix, missing=error.name) from error
     colour = "green" if result.good else "red"
     verdict = paint(result.verdict.text, colour, on=colours(sys.stdout))
     return Answer(text="\n".join([*result.lines, f"verdict: {verdict}"]), data=dict(result.data), exit=_exit(result))

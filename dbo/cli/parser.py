@@ -30,11 +30,11 @@ class Parser(argparse.ArgumentParser):
         """Whatever no hook below has refused: argparse's sentence, as far as it is known taken apart."""
         see = f"see `{self.prog} --help`"
         if missing := re.fullmatch(r"the following arguments are required: (.+)", message):
-            raise UsageError(refusal("what has no default must be given", see, missing=missing[1]))
+            raise UsageError.of("what has no default must be given", fix=see, missing=missing[1])
         if switch := re.fullmatch(r"argument (.+): ignored explicit argument (.+)", message):
-            raise UsageError(refusal("a switch takes no value", "drop the value", flag=switch[1], value=switch[2]))
+            raise UsageError.of("a switch takes no value", fix="drop the value", flag=switch[1], value=switch[2])
         if both := re.fullmatch(r"argument (.+): not allowed with argument (.+)", message):
-            raise UsageError(refusal("these flags exclude each other", "drop one", flags=f"{both[1]}, {both[2]}"))
+            raise UsageError.of("these flags exclude each other", fix="drop one", flags=f"{both[1]}, {both[2]}")
         raise UsageError(f"{message}; {see}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
             taken = str(error)
         except (TypeError, ValueError):
             taken = _TAKEN.get(convert, "another value")
-        raise UsageError(refusal(f"{_called(action)} takes {taken}", "pass such a value", **_given(action, arg_string)))
+        raise UsageError.of(f"{_called(action)} takes {taken}", fix="pass such a value", **_given(action, arg_string))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -54,15 +54,15 @@ class Parser(argparse.ArgumentParser):
         fix = f"choose one of {', '.join(choices)}"
         if isinstance(action, argparse._SubParsersAction):
             near = difflib.get_close_matches(value, choices, n=1)
-            raise UsageError(refusal("a command must be known", _did_you_mean(near, fix), command=value))
-        raise UsageError(refusal(f"{_called(action)} takes one of its choices", fix, **_given(action, value)))
+            raise UsageError.of("a command must be known", fix=_did_you_mean(near, fix), command=value)
+        raise UsageError.of(f"{_called(action)} takes one of its choices", fix=fix, **_given(action, value))
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
             return super()._match_argument(action, arg_strings_pattern)
         except argparse.ArgumentError:
             fix = f"choose one of {', '.join(map(str, action.choices))}" if action.choices else _example(action)
-            raise UsageError(refusal("this flag takes a value", fix, flag=_called(action))) from None
+            raise UsageError.of("this flag takes a value", fix=fix, flag=_called(action)) from None
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`, with the nearest flag in the refusal of an unknown one."""

@@ -56,15 +56,15 @@ def read_prompts(path: Path) -> PromptFile:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise PromptError(
-            refusal("a prompt file must be readable", error.strerror or str(error), prompts=path)
+        raise PromptError.of(
+            "a prompt file must be readable", fix=error.strerror or str(error), prompts=path
         ) from error
     except UnicodeDecodeError as error:
-        raise PromptError(
-            refusal("a prompt file is UTF-8 text", "convert it", prompts=path, first_bad_byte=error.start)
+        raise PromptError.of(
+            "a prompt file is UTF-8 text", fix="convert it", prompts=path, first_bad_byte=error.start
         ) from error
     if not text.strip():
-        raise PromptError(refusal("a prompt file holds at least one prompt", "write one a line", prompts=path))
+        raise PromptError.of("a prompt file holds at least one prompt", fix="write one a line", prompts=path)
     numbered = [(f"{path}:{number}", line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
     if not numbered[-1][1]:
         numbered.pop()

@@ -11,7 +11,7 @@ from dbo.cli.answer import Answer
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
 from dbo.cli.rows import draw
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.export.chrome import write_trace
 from dbo.export.picture import write_picture
 from dbo.export.profile import read_any
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
             path = write_trace(trace, args.chrome)
         except OSError as error:
             rule = "a trace is written to a folder that exists"
-            raise UsageError(refusal(rule, "name another file", chrome=args.chrome, why=error.strerror)) from error
+            raise UsageError.of(rule, fix="name another file", chrome=args.chrome, why=error.strerror) from error
         return Answer(text=f"written: {path} (open it in Perfetto or chrome://tracing)", data={"chrome": str(path)})
     shown = window(trace, rank=args.rank, step=args.step, layer=args.layer)
     data = _data(shown)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 
 if TYPE_CHECKING:
     from dbo.config.options import DBOConfig
@@ -42,8 +42,8 @@ def compare_configs(configs: Sequence[Mapping[str, Any]]) -> None:
             ranks_of.setdefault(repr(config.get(name, _ABSENT)), []).append(rank)
         if len(ranks_of) > 1:
             shown = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
-            raise ConfigError(
-                refusal("all ranks run one configuration", "start every rank with the same options", **{name: shown})
+            raise ConfigError.of(
+                "all ranks run one configuration", fix="start every rank with the same options", **{name: shown}
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 
 if TYPE_CHECKING:
     from dbo.config.options import DBOConfig
@@ -69,11 +69,9 @@ def require_profiled(config: DBOConfig, profiled_tokens: int) -> None:
         ConfigError: some reachable step runs more rows.
     """
     if profiled_tokens < config.max_num_batched_tokens:
-        raise ConfigError(
-            refusal(
-                "memory is profiled for the largest step that can run, the unsplit one",
-                "profile every entry of profile_shapes(config)",
-                profiled_tokens=profiled_tokens,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-            )
+        raise ConfigError.of(
+            "memory is profiled for the largest step that can run, the unsplit one",
+            fix="profile every entry of profile_shapes(config)",
+            profiled_tokens=profiled_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )

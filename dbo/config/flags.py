@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbo.config import facts
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,4 +222,4 @@ def refuse_not_now(options: Mapping[str, Any]) -> None:
     for entry in NOT_NOW:
         for name in (entry.field, entry.flag):
             if name in options and options[name] not in entry.neutral:
-                raise ConfigError(refusal(f"{entry.what}: not now", entry.instead, **{name: options[name]}))
+                raise ConfigError.of(f"{entry.what}: not now", fix=entry.instead, **{name: options[name]})

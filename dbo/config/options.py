@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo.config import capacity, facts
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 
 _DERIVE: Any = None
 """Default of a field whose value follows from the others; it is never seen after construction."""
@@ -164,7 +164,7 @@ class DBOConfig:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.type == "int" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(refusal(f"{f.name} is an integer", "give a whole number", **{f.name: repr(value)}))
+                raise ConfigError.of(f"{f.name} is an integer", fix="give a whole number", **{f.name: repr(value)})
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

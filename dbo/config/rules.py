@@ -64,7 +64,7 @@ def validate(
     for sentence in refusals(case):
         raise ConfigError(sentence)
     if config.world == "gpu" and case.device.num_devices == 0:
-        raise NotAvailable(refusal("world gpu needs one visible device a rank", "use --world sim", num_devices=0))
+        raise NotAvailable.of("world gpu needs one visible device a rank", fix="use --world sim", num_devices=0)
     require_implemented(config)
     return list(_warnings(config, workload))
 

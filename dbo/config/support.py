@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dbo.config import facts
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 
 if TYPE_CHECKING:
     from dbo.config.options import DBOConfig
@@ -39,10 +39,8 @@ def require_implemented(config: DBOConfig) -> None:
         value = getattr(config, name)
         if value not in built:
             choices = ", ".join(sorted(map(str, built)))
-            raise NotAvailable(
-                refusal(
-                    f"world {config.world} runs only what is built for it",
-                    f"use one of: {choices}" if choices else "use another world",
-                    **{name: value},
-                )
+            raise NotAvailable.of(
+                f"world {config.world} runs only what is built for it",
+                fix=f"use one of: {choices}" if choices else "use another world",
+                **{name: value},
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dbo.errors import refusal
+from dbo.errors import ArgumentError
 
 NEG_INF_BITS = -0x800000  # 0xFF800000, minus infinity, as a signed 32-bit integer
 _LANES = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 1}
@@ -23,7 +23,7 @@ def lse_pack_dim(dtype: torch.dtype) -> int:
         ValueError: any other dtype.
     """
     if dtype not in _LANES:
-        raise ValueError(refusal("the exchange carries fp16, bf16 or fp32", "cast the partial output", dtype=dtype))
+        raise ArgumentError.of("the exchange carries fp16, bf16 or fp32", fix="cast the partial output", dtype=dtype)
     return _LANES[dtype]
 
 
@@ -40,27 +40,23 @@ def check_inputs(
         ValueError: wrong shapes or dtypes, H not divisible by C, or half of the mask.
     """
     if out_BHD.dim() != 3 or tuple(lse_BH.shape) != tuple(out_BHD.shape[:2]):
-        raise ValueError(
-            refusal(
-                "the partial output is [B, H, D] and its LSE [B, H]",
-                "reshape them",
-                cp_attn_out=list(out_BHD.shape),
-                cp_attn_lse=list(lse_BH.shape),
-            )
+        raise ArgumentError.of(
+            "the partial output is [B, H, D] and its LSE [B, H]",
+            fix="reshape them",
+            cp_attn_out=list(out_BHD.shape),
+            cp_attn_lse=list(lse_BH.shape),
         )
     lse_pack_dim(out_BHD.dtype)
     if lse_BH.dtype not in _LANES:
-        raise ValueError(
-            refusal("an LSE is fp32, or 16-bit to be widened", "cast it to fp32", cp_attn_lse=lse_BH.dtype)
+        raise ArgumentError.of(
+            "an LSE is fp32, or 16-bit to be widened", fix="cast it to fp32", cp_attn_lse=lse_BH.dtype
         )
     if world_size < 1 or out_BHD.shape[1] % world_size:
-        raise ValueError(
-            refusal(
-                "the ranks of a DCP group divide the query heads",
-                "choose a DCP size that divides them",
-                H=out_BHD.shape[1],
-                world_size=world_size,
-            )
+        raise ArgumentError.of(
+            "the ranks of a DCP group divide the query heads",
+            fix="choose a DCP size that divides them",
+            H=out_BHD.shape[1],
+            world_size=world_size,
         )
     _check_mask(seq_lens, query_start_loc)
 
@@ -68,19 +64,17 @@ def check_inputs(
 def _check_mask(seq_lens: torch.Tensor | None, query_start_loc: torch.Tensor | None) -> None:
     if (seq_lens is None) != (query_start_loc is None):
         given = "query_start_loc" if seq_lens is None else "seq_lens"
-        raise ValueError(
-            refusal("seq_lens and query_start_loc together say which rows are empty", "pass both or none", only=given)
+        raise ArgumentError.of(
+            "seq_lens and query_start_loc together say which rows are empty", fix="pass both or none", only=given
         )
     if seq_lens is None or query_start_loc is None:
         return
     if seq_lens.dim() != 1 or tuple(query_start_loc.shape) != (seq_lens.shape[0] + 1,):
-        raise ValueError(
-            refusal(
-                "seq_lens is [R] and query_start_loc [R + 1]",
-                "slice both to the same requests",
-                seq_lens=list(seq_lens.shape),
-                query_start_loc=list(query_start_loc.shape),
-            )
+        raise ArgumentError.of(
+            "seq_lens is [R] and query_start_loc [R + 1]",
+            fix="slice both to the same requests",
+            seq_lens=list(seq_lens.shape),
+            query_start_loc=list(query_start_loc.shape),
         )
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dbo.contract.world import Recorder
-from dbo.errors import WorkspaceError, refusal
+from dbo.errors import WorkspaceError
 from dbo.ubatching.forward_context import get_forward_context
 
 ALIGNMENT_BYTES = 256
@@ -118,13 +118,11 @@ class WorkspaceManager:
         if self._capture is not None and self._capture[2]:
             return _carve(self._graph_storage(self._capture[1], slot, specs), specs)
         if self._capture is None and self._is_capturing():
-            raise WorkspaceError(
-                refusal(
-                    "staging that a graph captures belongs to that graph",
-                    "capture inside workspace.capturing(graph)",
-                    caller=caller,
-                    slot=tuple(slot),
-                )
+            raise WorkspaceError.of(
+                "staging that a graph captures belongs to that graph",
+                fix="capture inside workspace.capturing(graph)",
+                caller=caller,
+                slot=tuple(slot),
             )
         raw = self._slot_storage(slot, _total_bytes(specs), caller)
         self._tell("use", slot, size=[_padded_bytes(spec) for spec in specs])
@@ -158,7 +156,7 @@ class WorkspaceManager:
         """
         if self._capture is not None or graph in self._graphs:
             why = "captures do not nest" if self._capture is not None else "a graph is captured once"
-            raise WorkspaceError(refusal(why, "release the old graph, or choose another key", graph=graph))
+            raise WorkspaceError.of(why, fix="release the old graph, or choose another key", graph=graph)
         self._capture = (graph, staging := _GraphStaging(), own_staging)
         try:
             yield
@@ -176,18 +174,16 @@ class WorkspaceManager:
         """
         staging = self._graphs.get(graph)
         if staging is None:
-            raise WorkspaceError(refusal("a replayed graph holds its staging", "capture it again", graph=graph))
+            raise WorkspaceError.of("a replayed graph holds its staging", fix="capture it again", graph=graph)
         for slot, baked in staging.borrowed.items():
             if self.generation(slot) != baked:
-                raise WorkspaceError(
-                    refusal(
-                        "a replayed graph uses the addresses that it captured",
-                        "reserve the worst case before capturing, or capture again",
-                        graph=graph,
-                        slot=tuple(slot),
-                        captured_generation=baked,
-                        generation=self.generation(slot),
-                    )
+                raise WorkspaceError.of(
+                    "a replayed graph uses the addresses that it captured",
+                    fix="reserve the worst case before capturing, or capture again",
+                    graph=graph,
+                    slot=tuple(slot),
+                    captured_generation=baked,
+                    generation=self.generation(slot),
                 )
 
     def release(self, graph: Hashable) -> None:
@@ -197,7 +193,7 @@ class WorkspaceManager:
             WorkspaceError: the graph holds no staging.
         """
         if self._graphs.pop(graph, None) is None:
-            raise WorkspaceError(refusal("a graph is released once", "release it where it is destroyed", graph=graph))
+            raise WorkspaceError.of("a graph is released once", fix="release it where it is destroyed", graph=graph)
 
     def _slot_storage(self, slot: Slot, nbytes: int, caller: str) -> torch.Tensor:
         present = self._slots.get(slot)
@@ -205,15 +201,13 @@ class WorkspaceManager:
         if present is not None and nbytes <= present_bytes:
             return present.raw
         if self._locked:
-            raise WorkspaceError(
-                refusal(
-                    "the workspace is locked after warm-up and does not grow",
-                    "warm up with the largest batch before lock()",
-                    caller=caller,
-                    slot=tuple(slot),
-                    asked_bytes=nbytes,
-                    present_bytes=present_bytes,
-                )
+            raise WorkspaceError.of(
+                "the workspace is locked after warm-up and does not grow",
+                fix="warm up with the largest batch before lock()",
+                caller=caller,
+                slot=tuple(slot),
+                asked_bytes=nbytes,
+                present_bytes=present_bytes,
             )
         self.allocations += 1
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

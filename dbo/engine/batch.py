@@ -14,7 +14,7 @@ import numpy as np
 
 from dbo.batch.slicing import NULL_BLOCK, NULL_SLOT, BatchPlan, DCPLayout
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest
-from dbo.errors import EngineError, refusal
+from dbo.errors import EngineError
 
 
 class ModelInputs(NamedTuple):
@@ -139,7 +139,7 @@ def _slots(
     if block_tokens % (size * interleave):
         rule = "the interleave divides the block size of a rank"
         fix = "change cp_kv_cache_interleave_size or block_size"
-        raise EngineError(refusal(rule, fix, interleave=interleave, group_block_tokens=block_tokens, dcp_size=size))
+        raise EngineError.of(rule, fix=fix, interleave=interleave, group_block_tokens=block_tokens, dcp_size=size)
     # A block of the group is one block on each peer; there the peer's keys lie side by side, in order of position.
     local_offsets = offsets // (size * interleave) * interleave + offsets % interleave
     here = positions // interleave % size == dcp_layout.rank
@@ -151,7 +151,7 @@ def _padded(what: str, real: int, padded: int | None) -> int:
         return real
     if padded < real:
         rule = "a padded size is at least the real one"
-        raise EngineError(
-            refusal(rule, "pad after scheduling, for the largest batch", what=what, real=real, padded=padded)
+        raise EngineError.of(
+            rule, fix="pad after scheduling, for the largest batch", what=what, real=real, padded=padded
         )
     return padded

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from dbo.batch.slicing import NULL_BLOCK
-from dbo.errors import ConfigError, EngineError, refusal
+from dbo.errors import ConfigError, EngineError
 
 
 def num_blocks_for(num_tokens: int, block_tokens: int) -> int:
@@ -27,7 +27,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             rule = "a KV cache has the null block and at least one more"
-            raise ConfigError(refusal(rule, "raise num_kv_blocks", num_kv_blocks=num_blocks))
+            raise ConfigError.of(rule, fix="raise num_kv_blocks", num_kv_blocks=num_blocks)
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(NULL_BLOCK + 1, num_blocks))
         self._references = [0] * num_blocks
@@ -53,7 +53,7 @@ class BlockPool:
         """
         if count > self.num_free:
             rule = "only free blocks are allocated"
-            raise EngineError(refusal(rule, "preempt a request first", wanted=count, free=self.num_free))
+            raise EngineError.of(rule, fix="preempt a request first", wanted=count, free=self.num_free)
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -80,4 +80,4 @@ class BlockPool:
     def _check_held(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
             if not NULL_BLOCK < block < self.num_blocks or not self._references[block]:
-                raise EngineError(refusal("a block is shared or freed by a holder", "allocate it first", block=block))
+                raise EngineError.of("a block is shared or freed by a holder", fix="allocate it first", block=block)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dbo.engine.sampling import SamplingParams
-from dbo.errors import PromptError, UsageError, refusal
+from dbo.errors import PromptError, UsageError
 
 
 class RequestState(Enum):
@@ -53,10 +53,10 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
         if not self.prompt_token_ids:
-            raise PromptError(refusal("a prompt has at least one token", "give one", request=self.id))
+            raise PromptError.of("a prompt has at least one token", fix="give one", request=self.id)
         if self.max_new_tokens < 1:
             rule = "a request produces at least one token"
-            raise UsageError(refusal(rule, "raise it", request=self.id, max_new_tokens=self.max_new_tokens))
+            raise UsageError.of(rule, fix="raise it", request=self.id, max_new_tokens=self.max_new_tokens)
         self.num_prefill_tokens = self.num_tokens
 
     @property

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dbo.errors import EngineError, UsageError, refusal
+from dbo.errors import EngineError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(
-                refusal("a temperature is finite and >= 0", "use 0 for greedy", temperature=self.temperature)
+            raise UsageError.of(
+                "a temperature is finite and >= 0", fix="use 0 for greedy", temperature=self.temperature
             )
         if self.top_k < 0:
-            raise UsageError(refusal("top-k is >= 0", "use 0 to keep all tokens", top_k=self.top_k))
+            raise UsageError.of("top-k is >= 0", fix="use 0 to keep all tokens", top_k=self.top_k)
         if not 0 < self.top_p <= 1:
-            raise UsageError(refusal("top-p is in (0, 1]", "use 1 to keep all tokens", top_p=self.top_p))
+            raise UsageError.of("top-p is in (0, 1]", fix="use 1 to keep all tokens", top_p=self.top_p)
 
     @property
     def greedy(self) -> bool:
@@ -74,7 +74,7 @@ def sample(logits_NV: np.ndarray, rows: Sequence[SampledRow]) -> dict[str, int]:
     """
     if len(logits_NV) != len(rows):
         rule = "there is one row of logits for each request that samples"
-        raise EngineError(refusal(rule, "gather logit_rows", logits=len(logits_NV), requests=len(rows)))
+        raise EngineError.of(rule, fix="gather logit_rows", logits=len(logits_NV), requests=len(rows))
     return {
         row.request_id: sample_token(logits_V, row.sampling, request_id=row.request_id, output_index=row.output_index)
         for logits_V, row in zip(logits_NV, rows, strict=True)
@@ -92,7 +92,7 @@ def sample_token(logits_V: np.ndarray, params: SamplingParams, *, request_id: st
     if not np.isfinite(logits_V[best]):
         rule = "a row of logits holds no NaN and has a finite maximum"
         fix = "the row was never computed, or read too early, or a weight is NaN"
-        raise EngineError(refusal(rule, fix, request=request_id, output_index=output_index, maximum=logits_V[best]))
+        raise EngineError.of(rule, fix=fix, request=request_id, output_index=output_index, maximum=logits_V[best])
     if params.greedy:
         return best
     kept, probabilities = _candidates(logits_V, params)

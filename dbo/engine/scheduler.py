@@ -29,7 +29,7 @@ from typing import Protocol
 from dbo.engine.kv_blocks import BlockPool, num_blocks_for
 from dbo.engine.requests import Request, RequestState
 from dbo.engine.scheduled import ScheduledBatch, ScheduledRequest
-from dbo.errors import EngineError, PromptError, UsageError, refusal
+from dbo.errors import EngineError, PromptError, UsageError
 
 
 class EngineConfig(Protocol):
@@ -84,13 +84,13 @@ class RequestScheduler:
         """
         if request.id in self._live or request.state is not RequestState.WAITING:
             rule = "a request is added once, under an id that no live request has"
-            raise UsageError(refusal(rule, "use a new Request", request=request.id, state=request.state.value))
+            raise UsageError.of(rule, fix="use a new Request", request=request.id, state=request.state.value)
         longest = len(request.prompt_token_ids) + request.max_new_tokens
         limit = min(self._config.max_model_len, self.pool.capacity * self.block_tokens + 1)
         if longest > limit:  # + 1: the last token is sampled, never computed
             rule = "prompt and output fit in the model length and in the KV cache"
             fix = "shorten the prompt, lower max_new_tokens, or raise max_model_len and num_kv_blocks"
-            raise PromptError(refusal(rule, fix, request=request.id, tokens=longest, limit=limit))
+            raise PromptError.of(rule, fix=fix, request=request.id, tokens=longest, limit=limit)
         self._live[request.id] = request
         self.waiting.append(request)
 
@@ -105,7 +105,7 @@ class RequestScheduler:
         """
         parent = self._live.get(parent_id)
         if parent is None:
-            raise UsageError(refusal("a live request is forked", "fork before it ends", parent=parent_id))
+            raise UsageError.of("a live request is forked", fix="fork before it ends", parent=parent_id)
         child = Request(
             id=new_id,
             prompt_token_ids=parent.prompt_token_ids,
@@ -135,7 +135,7 @@ class RequestScheduler:
         """
         if self._in_flight is not None:
             rule = "a batch is updated or discarded before the next is scheduled"
-            raise EngineError(refusal(rule, "call update() or discard()", requests=len(self._in_flight)))
+            raise EngineError.of(rule, fix="call update() or discard()", requests=len(self._in_flight))
         chunks: dict[Request, int] = {}
         self._admitted = []
         if self._continue_running(chunks):
@@ -159,8 +159,8 @@ class RequestScheduler:
         if expected != sampled.keys():
             rule = "exactly the requests that sample get a token"
             fix = "pass sample()'s result for the same batch"
-            raise EngineError(
-                refusal(rule, fix, missing=sorted(expected - sampled.keys()), extra=sorted(sampled.keys() - expected))
+            raise EngineError.of(
+                rule, fix=fix, missing=sorted(expected - sampled.keys()), extra=sorted(sampled.keys() - expected)
             )
         self._in_flight = None
         finished = []

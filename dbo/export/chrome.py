@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 _HOST_US = 0.1
@@ -53,9 +53,9 @@ def refuse_unwritable(path: Path, flag: str) -> None:
     """
     named = {flag: path}
     if os.path.isdir(path):
-        raise UsageError(refusal(f"--{flag} names a file, not a folder", "name a file", **named))
+        raise UsageError.of(f"--{flag} names a file, not a folder", fix="name a file", **named)
     if not os.path.isdir(path.absolute().parent):
-        raise UsageError(refusal(f"--{flag} names a file in a folder that exists", "create the folder", **named))
+        raise UsageError.of(f"--{flag} names a file in a folder that exists", fix="create the folder", **named)
     there = os.path.lexists(path)
     if there and not os.path.isfile(path):
         return  # a device or a pipe: opening it to ask would already be heard at its other end
@@ -65,7 +65,7 @@ def refuse_unwritable(path: Path, flag: str) -> None:
             path.unlink()
     except OSError as error:
         rule = f"--{flag} names a file that can be written"
-        raise UsageError(refusal(rule, "name another file", **named, why=error.strerror)) from error
+        raise UsageError.of(rule, fix="name another file", **named, why=error.strerror) from error
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -78,20 +78,18 @@ def read_trace(path: str | Path) -> Trace:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(
-            refusal("a trace file can be read", "name an existing file", path=path, why=error.strerror)
+        raise UsageError.of(
+            "a trace file can be read", fix="name an existing file", path=path, why=error.strerror
         ) from error
     except ValueError as error:
-        raise UsageError(refusal("a trace file is JSON", "write it again", path=path, why=error)) from error
+        raise UsageError.of("a trace file is JSON", fix="write it again", path=path, why=error) from error
     if not isinstance(data, dict) or not isinstance(data.get("dbo"), dict):
         rule = "a trace file has the key dbo, or is a profile of torch.profiler"
-        raise UsageError(refusal(rule, "write it with dbo check --trace", path=path))
+        raise UsageError.of(rule, fix="write it with dbo check --trace", path=path)
     try:
         return Trace.from_json(data["dbo"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UsageError(
-            refusal("a trace file holds a whole trace", "record it again", path=path, why=error)
-        ) from error
+        raise UsageError.of("a trace file holds a whole trace", fix="record it again", path=path, why=error) from error
 
 
 def trace_events(trace: Trace) -> Iterator[_Event]:

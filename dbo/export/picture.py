@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import NotAvailable, UsageError, refusal
+from dbo.errors import NotAvailable, UsageError
 from dbo.export.window import Bar, Window
 
 # Told apart by colour-blind readers too; grey is a step that is not split.
@@ -29,7 +29,7 @@ def write_picture(window: Window, path: str | Path, *, title: str = "") -> Path:
     except ModuleNotFoundError as error:
         rule = "a picture needs matplotlib"
         fix = "install the extra, pip install 'dual-batch-overlap[plot]', or take --text or --chrome"
-        raise NotAvailable(refusal(rule, fix, missing=error.name)) from error
+        raise NotAvailable.of(rule, fix=fix, missing=error.name) from error
     rows = [("Comp", window.comp), *(("Comm" if i == 0 else "", row) for i, row in enumerate(window.comm))]
     figure = Figure(figsize=(_INCHES[0], _INCHES[1] + 0.7 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
@@ -56,7 +56,7 @@ def write_picture(window: Window, path: str | Path, *, title: str = "") -> Path:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         rule = "a picture is written to a folder that exists"
-        raise UsageError(refusal(rule, "name another file", png=path, why=error.strerror)) from error
+        raise UsageError.of(rule, fix="name another file", png=path, why=error.strerror) from error
     return path
 
 

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.export.chrome import read_trace
 from dbo.trace import Record, Trace
 
@@ -116,7 +116,7 @@ def read_profile(paths: Sequence[str | Path]) -> Trace:
     files = [_File(Path(path)) for path in paths]
     ranks = [file.rank for file in files]
     if len(set(ranks)) != len(ranks):
-        raise UsageError(refusal("each rank has one profile", "name each rank's file once", ranks=ranks))
+        raise UsageError.of("each rank has one profile", fix="name each rank's file once", ranks=ranks)
     begun_us = min((item.t_us for file in files for item in file.items), default=0.0)
     items = sorted((item for file in files for item in file.items), key=lambda item: item.issued_us)
     for number, item in enumerate(items, start=1):
@@ -223,7 +223,7 @@ class _File:
         first = next((place for place in places if place is not None), None)
         if first is None:
             rule = "a profile names points by ranges rank/ubatch/point"
-            raise UsageError(refusal(rule, "profile the run with gpu.bench.profiled", path=self.path))
+            raise UsageError.of(rule, fix="profile the run with gpu.bench.profiled", path=self.path)
         return first.rank
 
     def _read_ranges(self, events: Iterable[Event]) -> None:
@@ -236,7 +236,7 @@ class _File:
             thread.close()
             if thread.is_shared:
                 rule = "each ubatch of a profiled run has a thread of its own, or nobody can tell whose work is whose"
-                raise UsageError(refusal(rule, 'launch it with vehicle="thread"', path=self.path))
+                raise UsageError.of(rule, fix='launch it with vehicle="thread"', path=self.path)
 
     def _add(
         self, event: Event, *, line: str, kind: str, name: str, place: Place | None, issued_us: float | None = None
@@ -362,13 +362,13 @@ def _load(path: Path) -> dict[str, Any]:
         data = _json(path)
     except OSError as error:
         why = error.strerror or error
-        raise UsageError(refusal("a profile can be read", "name an existing file", path=path, why=why)) from error
+        raise UsageError.of("a profile can be read", fix="name an existing file", path=path, why=why) from error
     except (ValueError, EOFError, zlib.error) as error:  # the latter two: a packed file that is damaged
-        raise UsageError(refusal("a profile is JSON", "export it again", path=path, why=error)) from error
+        raise UsageError.of("a profile is JSON", fix="export it again", path=path, why=error) from error
     if isinstance(data, dict) and "dbo" in data:
-        raise UsageError(refusal("a trace of this project has all ranks", "name this file alone", path=path))
+        raise UsageError.of("a trace of this project has all ranks", fix="name this file alone", path=path)
     if not is_profile(data):
         rule = "a profile has Chrome's events"
-        raise UsageError(refusal(rule, "export it with torch.profiler's export_chrome_trace", path=path))
+        raise UsageError.of(rule, fix="export it with torch.profiler's export_chrome_trace", path=path)
     found: dict[str, Any] = data
     return found

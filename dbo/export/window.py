@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dbo.check.order import steady_window
 from dbo.check.overlap import is_communication, split_steps
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
 _BLINK_US = 0.5
@@ -104,7 +104,7 @@ def _choose(trace: Trace, rank: int, step: int | None, layer: int | None) -> tup
         ranks = sorted({r.rank for r in trace.records if r.rank >= 0})
         steps, layers = _span([s for s, _ in places]), _span([y for _, y in places])
         fix = f"choose from ranks {_span(ranks)}; of rank {rank}: steps {steps}, layers {layers}"
-        raise UsageError(refusal(rule, fix, rank=rank, step=step, layer=layer))
+        raise UsageError.of(rule, fix=fix, rank=rank, step=step, layer=layer)
     split = [p for p in fitting if (rank, p[0]) in split_steps(trace)] or fitting
     first = min(s for s, _ in split)
     of_step = sorted(y for s, y in split if s == first)

@@ -14,7 +14,7 @@ from dbo import registry
 from dbo.config import BACKENDS, DBOConfig, ModelShape
 from dbo.config.facts import BackendFacts
 from dbo.engine.components import Program
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.job.rank import CleanPrograms, RequestSpec
 from dbo.job.types import CheckRequest, Progress
 from dbo.model.config import ModelConfig
@@ -83,7 +83,7 @@ def scratch() -> Path:
 def _no_room(error: OSError) -> UsageError:
     rule = "what is generated is kept in a folder of this user among the temporary files"
     why = f"{error.strerror or error} ({error.filename})" if error.filename else error.strerror or error
-    return UsageError(refusal(rule, "make room there, or set TMPDIR to another folder", why=why))
+    return UsageError.of(rule, fix="make room there, or set TMPDIR to another folder", why=why)
 
 
 def generated_folder(request: CheckRequest, progress: Progress) -> Path:
@@ -149,7 +149,7 @@ def prompts_of(request: CheckRequest, config: DBOConfig, folder: Path, model_con
     limit = config.max_model_len - request.steps - 1
     if limit < 1:
         rule = "prompt and output fit in the model length"
-        raise UsageError(refusal(rule, "lower --steps", steps=request.steps, max_model_len=config.max_model_len))
+        raise UsageError.of(rule, fix="lower --steps", steps=request.steps, max_model_len=config.max_model_len)
     tokenizer = load_tokenizer(folder)
     if request.prompts is None:
         return [list(tokenizer.encode(text)) for text in PROMPTS]
@@ -173,7 +173,7 @@ def programs_of(request: CheckRequest, config: DBOConfig) -> Callable[[int], Pro
     programs = fault.programs(config, where)
     if fault.numeric and request.mode == "ordering":
         rule = f"--inject {fault.name} changes what only a run with numbers has"
-        raise UsageError(refusal(rule, "use --mode numeric", mode=request.mode))
+        raise UsageError.of(rule, fix="use --mode numeric", mode=request.mode)
     return programs
 
 
@@ -184,7 +184,7 @@ def fault_of(request: CheckRequest, inject: str) -> tuple[registry.FaultInfo, st
         if fault.name == name:
             return fault, where
     known = ", ".join(fault.name for fault in registry.faults(request.world))
-    raise UsageError(refusal("--inject names a fault", f"choose one of {known}, or list", inject=name))
+    raise UsageError.of("--inject names a fault", fix=f"choose one of {known}, or list", inject=name)
 
 
 def replay_line(request: CheckRequest) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.moe.row_ops import TorchRowOps
 
 
@@ -102,7 +102,7 @@ class LocalWorld:
     @property
     def host(self) -> Any:
         rule = "the local world runs unsplit steps only"
-        raise NotAvailable(refusal(rule, "run a split step in world sim or gpu", world="local"))
+        raise NotAvailable.of(rule, fix="run a split step in world sim or gpu", world="local")
 
     def at_point(self, point: str, *, layer: int) -> None:
         return None

@@ -19,7 +19,7 @@ from dbo.engine.components import Program
 from dbo.engine.requests import Request
 from dbo.engine.runner import GPUModelRunner, StepOutcome
 from dbo.engine.scheduler import RequestScheduler
-from dbo.errors import refusal
+from dbo.errors import ArgumentError
 from dbo.model.config import ModelConfig
 from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinalize
 from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
@@ -259,7 +259,7 @@ def make_prepare_finalize(
     if config.all2all_backend == "nccl":
         return NcclPrepareAndFinalize(world, num_experts=num_experts)
     rule = "every accepted backend is built"
-    raise ValueError(refusal(rule, "add it to make_prepare_finalize", all2all_backend=config.all2all_backend))
+    raise ArgumentError.of(rule, fix="add it to make_prepare_finalize", all2all_backend=config.all2all_backend)
 
 
 def _skeleton(

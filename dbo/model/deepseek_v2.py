@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from dbo.dcp.interface import ContextParallel
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 from dbo.model.attention import make_attention
 from dbo.model.config import ModelConfig
 from dbo.model.dcp_attention import make_dcp_attention
@@ -190,12 +190,10 @@ class DeepseekV2ForCausalLM:
 def _check_experts(weights: Weights, expected: int, ep_size: int) -> None:
     for name, weight in weights.items():
         if name.endswith(".mlp.experts.down_proj") and weight.shape[0] != expected:
-            raise ConfigError(
-                refusal(
-                    "weights are loaded for the rank of the model",
-                    "pass the same ep_rank and ep_size to both",
-                    tensor=name,
-                    experts=weight.shape[0],
-                    ep_size=ep_size,
-                )
+            raise ConfigError.of(
+                "weights are loaded for the rank of the model",
+                fix="pass the same ep_rank and ep_size to both",
+                tensor=name,
+                experts=weight.shape[0],
+                ep_size=ep_size,
             )

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dbo.errors import ModelFormatError, refusal
+from dbo.errors import ModelFormatError
 
 
 def bad_model(rule: str, fix: str, **values: object) -> ModelFormatError:
     """The error for a model folder that breaks `rule`, to be raised."""
-    return ModelFormatError(refusal(rule, fix, **values))
+    return ModelFormatError.of(rule, fix=fix, **values)
 
 
 def read_json(path: Path) -> dict[str, Any]:

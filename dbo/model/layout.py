@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 from dbo.model.config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -71,14 +71,12 @@ def local_experts(config: ModelConfig, *, ep_rank: int, ep_size: int) -> range:
     experts = config.n_routed_experts
     if ep_size < 1 or experts % ep_size or not 0 <= ep_rank < ep_size:
         fix = "choose a size that divides the experts, and a rank below it"
-        raise ConfigError(
-            refusal(
-                "routed experts are spread evenly over the ranks",
-                fix,
-                n_routed_experts=experts,
-                ep_size=ep_size,
-                ep_rank=ep_rank,
-            )
+        raise ConfigError.of(
+            "routed experts are spread evenly over the ranks",
+            fix=fix,
+            n_routed_experts=experts,
+            ep_size=ep_size,
+            ep_rank=ep_rank,
         )
     count = experts // ep_size
     return range(ep_rank * count, (ep_rank + 1) * count)

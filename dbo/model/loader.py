@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.model.config import ModelConfig
 from dbo.model.fields import bad_model, read_json
 from dbo.model.layout import INV_FREQ, LM_HEAD, Shape, checkpoint_shapes, expert_prefix, layer_prefix, local_experts
@@ -17,8 +17,8 @@ from dbo.model.rope import rope_inv_freq
 try:
     from safetensors import SafetensorError, safe_open
 except ImportError as error:
-    raise NotAvailable(
-        refusal("reading weights needs a package", "install safetensors", package="safetensors")
+    raise NotAvailable.of(
+        "reading weights needs a package", fix="install safetensors", package="safetensors"
     ) from error
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dbo.errors import NotAvailable, PromptError, refusal
+from dbo.errors import NotAvailable, PromptError
 from dbo.model.fields import bad_model, read_json
 
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -75,13 +75,11 @@ class ByteTokenizer:
         if 0 <= token_id < 256:
             return bytes([token_id])
         if token_id not in self._special_text:
-            raise PromptError(
-                refusal(
-                    "a token id is below the vocabulary's size",
-                    "check where the id comes from",
-                    token_id=token_id,
-                    vocab_size=self.vocab_size,
-                )
+            raise PromptError.of(
+                "a token id is below the vocabulary's size",
+                fix="check where the id comes from",
+                token_id=token_id,
+                vocab_size=self.vocab_size,
             )
         return self._special_text[token_id]
 
@@ -91,7 +89,7 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         character = ascii(text[error.start])
-        raise PromptError(refusal("a prompt is Unicode text", "remove it", lone_surrogate=character)) from error
+        raise PromptError.of("a prompt is Unicode text", fix="remove it", lone_surrogate=character) from error
 
 
 class _PackageTokenizer:
@@ -99,12 +97,10 @@ class _PackageTokenizer:
         try:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
-            raise NotAvailable(
-                refusal(
-                    "a tokenizer other than the byte tokenizer needs the package tokenizers",
-                    "install it, or give token ids",
-                    file=path,
-                )
+            raise NotAvailable.of(
+                "a tokenizer other than the byte tokenizer needs the package tokenizers",
+                fix="install it, or give token ids",
+                file=path,
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 
 
 class SmSetting(Protocol):
@@ -28,7 +28,7 @@ def reserved_comm_sms(library: SmSetting, sms: int) -> Iterator[None]:
         ConfigError: an odd or negative count; the library's channels take two SMs each.
     """
     if sms < 0 or sms % 2:
-        raise ConfigError(refusal("comm SMs come in pairs", "use an even count, or 0 for the default", sms=sms))
+        raise ConfigError.of("comm SMs come in pairs", fix="use an even count, or 0 for the default", sms=sms)
     previous = library.num_sms
     if sms:
         library.set_num_sms(sms)

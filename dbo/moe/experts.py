@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dbo.errors import ConfigError, refusal
+from dbo.errors import ConfigError
 from dbo.model.layers import gated
 from dbo.moe import grouped_experts
 from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts
@@ -62,4 +62,4 @@ def make_experts(layout: str, gate_up_LGH: torch.Tensor, down_LIH: torch.Tensor)
     for kind in (GroupedBatchedExperts, GroupedFlatExperts) if grouped else (BatchedExperts, FlatExperts):
         if kind.layout == layout:
             return kind(gate_up_LGH, down_LIH)
-    raise ConfigError(refusal("an expert layout is batched or flat", "correct the backend", layout=layout))
+    raise ConfigError.of("an expert layout is batched or flat", fix="correct the backend", layout=layout)

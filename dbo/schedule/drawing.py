@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dbo.errors import ScheduleError, ScheduleSyntaxError, refusal
+from dbo.errors import ScheduleError, ScheduleSyntaxError
 from dbo.schedule.model import RECV_OF, Schedule
 from dbo.schedule.order import Mark, label, read_marks, steady_steps
 
@@ -49,14 +49,12 @@ def drawing(
 
 
 def _undrawable(schedule: Schedule, pending: str, point: str) -> ScheduleError:
-    return ScheduleError(
-        refusal(
-            "a drawing has one exchange at a time",
-            "print the order line",
-            schedule=schedule.name,
-            pending=pending or "none",
-            point=point,
-        )
+    return ScheduleError.of(
+        "a drawing has one exchange at a time",
+        fix="print the order line",
+        schedule=schedule.name,
+        pending=pending or "none",
+        point=point,
     )
 
 

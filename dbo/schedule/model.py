@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from dbo.errors import ScheduleError, refusal
+from dbo.errors import ScheduleError
 
 REQUIRED_POINTS = ("A0", "A1", "D.send", "D.recv", "MLP", "C.send", "C.recv", "S")
 OPTIONAL_POINTS = ("copy",)
@@ -113,7 +113,7 @@ class Program:
             if candidate.name == point:
                 return candidate.stream
         known = " ".join(p.name for p in self.points)
-        raise ScheduleError(refusal("a program knows its own points only", f"ask for one of {known}", point=point))
+        raise ScheduleError.of("a program knows its own points only", fix=f"ask for one of {known}", point=point)
 
     def waits_for(self, point: str) -> tuple[str, ...]:
         """The producers of `point` that were issued on the other stream, so that `point`'s stream must wait for them.
@@ -184,13 +184,11 @@ class Schedule:
             rest = [program for program in self.programs if not program.backends]
             if named or rest:
                 return (named or rest)[0]
-        raise ScheduleError(
-            refusal(
-                "a schedule runs on the backends that it declares",
-                f"use one of {', '.join(self.backends)}, or another schedule",
-                schedule=self.name,
-                backend=backend,
-            )
+        raise ScheduleError.of(
+            "a schedule runs on the backends that it declares",
+            fix=f"use one of {', '.join(self.backends)}, or another schedule",
+            schedule=self.name,
+            backend=backend,
         )
 
     def order(self, backend: str | None = None) -> tuple[str, ...]:

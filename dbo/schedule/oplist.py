@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from dbo.errors import ScheduleSyntaxError, UsageError, refusal
+from dbo.errors import ScheduleSyntaxError, UsageError
 from dbo.schedule.model import (
     BACKENDS,
     HOOK_BACKENDS,
@@ -108,11 +108,11 @@ def parse_operations(
 def _check_arguments(backends: Sequence[str], aliases: Mapping[str, str]) -> None:
     for backend in backends or ("",):
         if backend not in BACKENDS:
-            raise UsageError(refusal("the backend is known", f"use one of {', '.join(BACKENDS)}", backend=backend))
+            raise UsageError.of("the backend is known", fix=f"use one of {', '.join(BACKENDS)}", backend=backend)
     for operation, point in aliases.items():
         if point != NO_POINT and point not in POINTS:
             fix = f"use one of {' '.join(POINTS)}, or {NO_POINT}"
-            raise UsageError(refusal("an alias names a point", fix, operation=operation, point=point))
+            raise UsageError.of("an alias names a point", fix=fix, operation=operation, point=point)
 
 
 class _Reader:

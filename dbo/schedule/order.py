@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from dbo.errors import ScheduleError, ScheduleSyntaxError, refusal
+from dbo.errors import ScheduleError, ScheduleSyntaxError
 from dbo.schedule.model import POINTS, Schedule
 from dbo.schedule.ring import Step, ring_order, steady_window
 
@@ -55,7 +55,7 @@ def order_line(
 def steady_steps(schedule: Schedule, *, backend: str | None, num_ubatches: int, leader: int) -> tuple[Step, ...]:
     """One period of the ring, renumbered so that the leading ubatch is `leader`."""
     if not 0 <= leader < num_ubatches:
-        raise ScheduleError(refusal("the leader is a ubatch", f"use 0 to {num_ubatches - 1}", leader=leader))
+        raise ScheduleError.of("the leader is a ubatch", fix=f"use 0 to {num_ubatches - 1}", leader=leader)
     window = steady_window(ring_order(schedule, backend=backend, num_ubatches=num_ubatches))
     return tuple(replace(step, ubatch=(step.ubatch + leader) % num_ubatches) for step in window)
 

@@ -29,7 +29,7 @@ def presets() -> MappingProxyType[str, Schedule]:
         schedule = parse_schedule(entry.read_text(encoding="utf-8"), source=entry.name)
         for name in (schedule.name, *schedule.aliases):
             if name in taken:
-                raise ScheduleError(refusal("a schedule's name is its own", "rename one", name=name, file=entry.name))
+                raise ScheduleError.of("a schedule's name is its own", fix="rename one", name=name, file=entry.name)
             taken.add(name)
         found[schedule.name] = schedule
     return MappingProxyType(found)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dbo.errors import ScheduleError, refusal
+from dbo.errors import ScheduleError
 from dbo.schedule.model import HOOK_BACKENDS, RECV_OF, Hook, Item, Point, Schedule, Yield
 
 
@@ -78,7 +78,7 @@ def steady_window(steps: Sequence[Step]) -> tuple[Step, ...]:
     """
     starts = [i for i, step in enumerate(steps) if step.point == "D.send" and step.ubatch == 0]
     if len(starts) < 3:
-        raise ScheduleError(refusal("a steady window needs 3 layers", "play more layers", layers=len(starts)))
+        raise ScheduleError.of("a steady window needs 3 layers", fix="play more layers", layers=len(starts))
     return tuple(steps[starts[1] : starts[2]])
 
 
@@ -130,15 +130,13 @@ class _Ring:
     def _reach(self, point: str, ubatch: int, layer: int) -> None:
         if point in RECV_OF.values():
             if self.hooks and (point, ubatch, layer) not in self.received:
-                raise ScheduleError(
-                    refusal(
-                        "the peer runs a receive hook before the owner takes the result",
-                        f"put a yield after {point[0]}.send, and a hook into what the peer runs then",
-                        schedule=self.schedule.name,
-                        point=point,
-                        ubatch=ubatch,
-                        layer=layer,
-                    )
+                raise ScheduleError.of(
+                    "the peer runs a receive hook before the owner takes the result",
+                    fix=f"put a yield after {point[0]}.send, and a hook into what the peer runs then",
+                    schedule=self.schedule.name,
+                    point=point,
+                    ubatch=ubatch,
+                    layer=layer,
                 )
             if not self.hooks:
                 self._issue(point, ubatch, layer, runner=ubatch)
@@ -154,16 +152,14 @@ class _Ring:
         if holder == owner or holder not in self.present:
             self._receive(receive, runner=owner)
         elif holder in self.pending:
-            raise ScheduleError(
-                refusal(
-                    "one receive hook at a time is left with a ubatch",
-                    f"put a hook before the next {point[0]}.send",
-                    schedule=self.schedule.name,
-                    holder=holder,
-                    pending=self.pending[holder][0],
-                    point=point,
-                    layer=layer,
-                )
+            raise ScheduleError.of(
+                "one receive hook at a time is left with a ubatch",
+                fix=f"put a hook before the next {point[0]}.send",
+                schedule=self.schedule.name,
+                holder=holder,
+                pending=self.pending[holder][0],
+                point=point,
+                layer=layer,
             )
         else:
             self.pending[holder] = receive

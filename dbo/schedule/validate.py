@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dbo.errors import ScheduleError, refusal
+from dbo.errors import ScheduleError
 from dbo.schedule.model import (
     BACKENDS,
     HOOK_BACKENDS,
@@ -62,7 +62,7 @@ def validate(schedule: Schedule, *, backend: str, num_ubatches: int) -> None:
 
 
 def _refuse(schedule: Schedule, rule: str, fix: str, **values: object) -> None:
-    raise ScheduleError(refusal(rule, fix, schedule=schedule.name, **values))
+    raise ScheduleError.of(rule, fix=fix, schedule=schedule.name, **values)
 
 
 def _check_num_ubatches(schedule: Schedule, backend: str, num_ubatches: int) -> None:

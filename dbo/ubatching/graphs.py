@@ -14,7 +14,7 @@ from typing import Any
 
 from dbo.config import DBOConfig
 from dbo.contract.world import World
-from dbo.errors import CaptureError, refusal
+from dbo.errors import CaptureError
 from dbo.ubatching.forward_context import ForwardContext
 
 
@@ -99,7 +99,7 @@ class StepGraphs:
         key = context.graph_key
         if not self.capturing:
             rule = "graphs are captured in the capture phase only"
-            raise CaptureError(refusal(rule, "call GPUModelRunner.capture_graphs before the first step", key=key))
+            raise CaptureError.of(rule, fix="call GPUModelRunner.capture_graphs before the first step", key=key)
         run()
         context.step -= 1  # the capture is another run than its warm-up
         graph = self.world.new_graph(str(key))
@@ -126,7 +126,7 @@ class StepGraphs:
         if step is None:
             rule = "a step that all ranks run as a graph has been captured"
             known = "; ".join(str(k) for k in self.steps) or "none"
-            raise CaptureError(refusal(rule, "capture it first", key=key, captured=known))
+            raise CaptureError.of(rule, fix="capture it first", key=key, captured=known)
         for name, value in arguments.items():
             self.world.tensors.copy_into(step.arguments[name], value)
         fresh = [context.attn_metadata] if context.ubatch_slices is None else context.ubatch_metadata or ()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from dbo.contract.world import Event
-from dbo.errors import ScheduleError, refusal
+from dbo.errors import ScheduleError
 from dbo.schedule import Hook, Item, Point, Schedule, Yield
 from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.ubatching.ring import UBatchContext
@@ -62,8 +62,8 @@ class SchedulePlayer:
             item = self._next(layer)
             if isinstance(item, Point) and item.name == point:
                 return
-        raise ScheduleError(
-            refusal("a schedule names every point of the layer's program", "add the point", point=point, layer=layer)
+        raise ScheduleError.of(
+            "a schedule names every point of the layer's program", fix="add the point", point=point, layer=layer
         )
 
     def play(self, thunks: dict[str, Callable[[], Any]], *, layer: int) -> None:
@@ -76,7 +76,7 @@ class SchedulePlayer:
         left = {name: thunk for name, thunk in left.items() if name not in OPTIONAL_POINTS}
         if left:
             rule = "a schedule names every point of the layer's program"
-            raise ScheduleError(refusal(rule, "add them", points=",".join(sorted(left)), layer=layer))
+            raise ScheduleError.of(rule, fix="add them", points=",".join(sorted(left)), layer=layer)
         self._close()
         self.context.switch_to(self.context.compute_stream)
         self.context.ring.world.at_point("", layer=layer)  # what follows belongs to no point: sums of the results

@@ -21,7 +21,7 @@ from contextvars import ContextVar, Token
 from typing import Any, ParamSpec, TypeVar
 
 from dbo.contract.world import Barrier, Event, Stream, World
-from dbo.errors import RingError, Unwinding, refusal
+from dbo.errors import RingError, Unwinding
 from dbo.ubatching.forward_context import ForwardContext, set_forward_context
 
 P = ParamSpec("P")
@@ -220,14 +220,12 @@ class UBatchContext:
         if holder is self:
             self._run(entry)
         elif holder.recv_hook is not None:
-            raise RingError(
-                refusal(
-                    "one receive hook may be pending on a context",
-                    "call dbo_maybe_run_recv_hook before the next send",
-                    holder=holder.index,
-                    pending_of=holder.recv_hook[1],
-                    registered_by=self.index,
-                )
+            raise RingError.of(
+                "one receive hook may be pending on a context",
+                fix="call dbo_maybe_run_recv_hook before the next send",
+                holder=holder.index,
+                pending_of=holder.recv_hook[1],
+                registered_by=self.index,
             )
         else:
             holder.recv_hook = entry
@@ -273,13 +271,11 @@ def make_ubatch_contexts(
         context_class: a subclass, for programs with a planted fault.
     """
     if num_micro_batches < 2 or len(forward_contexts) != num_micro_batches:
-        raise RingError(
-            refusal(
-                "a ring has at least two contexts and one forward context each",
-                "pass num_micro_batches >= 2 and as many forward contexts",
-                num_micro_batches=num_micro_batches,
-                forward_contexts=len(forward_contexts),
-            )
+        raise RingError.of(
+            "a ring has at least two contexts and one forward context each",
+            fix="pass num_micro_batches >= 2 and as many forward contexts",
+            num_micro_batches=num_micro_batches,
+            forward_contexts=len(forward_contexts),
         )
     ring = Ring(world)
     ring.contexts = [

@@ -13,7 +13,7 @@ from dbo.batch.slicing import UBatchSlice
 from dbo.contract.world import TaskState, World
 from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
 from dbo.engine.components import Program
-from dbo.errors import DBOError, RingError, UBatchError, Unwinding, refusal
+from dbo.errors import DBOError, RingError, UBatchError, Unwinding
 from dbo.schedule import Schedule
 from dbo.ubatching.forward_context import ForwardContext, get_forward_context, override_forward_context
 from dbo.ubatching.graphs import StepGraphs
@@ -212,7 +212,7 @@ class UBatchWrapper:
                 cut[name] = self.world.tensors.rows(value, tokens.start, tokens.stop)
             elif rows and rows[0] == num_tokens:
                 rule = "an argument with a row per token is declared, so that it is cut"
-                raise DBOError(refusal(rule, "add it to TOKEN_ARGUMENTS", argument=name, shape=tuple(rows)))
+                raise DBOError.of(rule, fix="add it to TOKEN_ARGUMENTS", argument=name, shape=tuple(rows))
             else:
                 cut[name] = value
         return cut
@@ -228,4 +228,4 @@ class UBatchWrapper:
         if hasattr(first, "shape"):
             return self.world.tensors.cat(outputs)
         rule = "a model returns arrays, or tuples, lists or dicts of them"
-        raise DBOError(refusal(rule, "return the rows only", type=type(first).__name__))
+        raise DBOError.of(rule, fix="return the rows only", type=type(first).__name__)

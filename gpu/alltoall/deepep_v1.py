@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable
 from gpu.group import Exchanges
 from gpu.probe import DEEPEP_V1, deep_ep_version
 
@@ -46,7 +46,7 @@ def load() -> Any:
     if which != "V1":
         rule = "DeepEP V1 is the library behind the deepep_low_latency and deepep_high_throughput backends"
         found = f"DeepEP {which}" if which else why or "nothing"
-        raise NotAvailable(refusal(rule, f"install {DEEPEP_V1} (Python 3.12, CUDA 13)", found=found))
+        raise NotAvailable.of(rule, fix=f"install {DEEPEP_V1} (Python 3.12, CUDA 13)", found=found)
     return importlib.import_module("deep_ep")
 
 
@@ -93,7 +93,7 @@ class DeepEPLowLatency:
         if size > self._buffer.num_rdma_bytes:
             rule = "a process makes one low-latency buffer"
             fix = "start another process for the larger model, or lower --low-latency-max-tokens-per-rank"
-            raise ConfigError(refusal(rule, fix, buffer_bytes=self._buffer.num_rdma_bytes, needed_bytes=size))
+            raise ConfigError.of(rule, fix=fix, buffer_bytes=self._buffer.num_rdma_bytes, needed_bytes=size)
         # Flags lie where the sizes put them, and have to be zero there.
         self._buffer.clean_low_latency_buffer(most_tokens, hidden, num_experts)
         self._sizes = sizes
@@ -202,7 +202,7 @@ class DeepEPHighThroughput:
         """
         if new_num_sms > MOST_COMM_SMS:
             rule = "the exchange buffer has room for so many SMs"
-            raise ConfigError(refusal(rule, f"use at most {MOST_COMM_SMS}", dbo_comm_sms=new_num_sms))
+            raise ConfigError.of(rule, fix=f"use at most {MOST_COMM_SMS}", dbo_comm_sms=new_num_sms)
         self.library.Buffer.set_num_sms(new_num_sms)
 
     def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **options: Any) -> Any:

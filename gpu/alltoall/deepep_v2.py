@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable
 from gpu.group import Exchanges
 from gpu.probe import DEEPEP_V2, V2_NCCL, deep_ep_version, nccl_version
 
@@ -49,12 +49,12 @@ def load() -> Any:
     which, why = deep_ep_version()
     if which != "V2":
         found = f"DeepEP {which}" if which else why or "nothing"
-        raise NotAvailable(refusal("backend deepep_v2 needs DeepEP V2", f"install {DEEPEP_V2}", found=found))
+        raise NotAvailable.of("backend deepep_v2 needs DeepEP V2", fix=f"install {DEEPEP_V2}", found=found)
     loaded = nccl_version()
     if loaded[:3] != V2_NCCL:
         needed, found = (".".join(map(str, version)) for version in (V2_NCCL, loaded))
         rule = "DeepEP V2 runs with the NCCL it was compiled against"
-        raise NotAvailable(refusal(rule, f"load NCCL {needed} before torch (LD_PRELOAD)", nccl=found))
+        raise NotAvailable.of(rule, fix=f"load NCCL {needed} before torch (LD_PRELOAD)", nccl=found)
     return importlib.import_module("deep_ep")
 
 
@@ -64,7 +64,7 @@ class DeepEPElastic:
     def __init__(self, world: GpuWorld, process_group: Any) -> None:
         if process_group is None:
             rule = "DeepEP V2 runs over NCCL, which refuses two ranks on one device"
-            raise NotAvailable(refusal(rule, "use one device a rank, or a DeepEP V1 backend", device=world.device))
+            raise NotAvailable.of(rule, fix="use one device a rank, or a DeepEP V1 backend", device=world.device)
         self.world = world
         self.library = load()
         self.process_group = process_group
@@ -96,7 +96,7 @@ class DeepEPElastic:
         asked = Room(num_max_tokens_per_rank, x.shape[1], topk_idx.shape[1])
         if not room.holds(asked):
             rule = "the elastic buffer has room for the largest step before the first exchange, since graphs keep its address"
-            raise ConfigError(refusal(rule, "reserve it", reserved=tuple(room), asked=tuple(asked)))
+            raise ConfigError.of(rule, fix="reserve it", reserved=tuple(room), asked=tuple(asked))
         with self._exchanges.of_rows("dispatch", x):
             return buffer.dispatch(x, topk_idx=topk_idx, num_max_tokens_per_rank=num_max_tokens_per_rank, **options)
 

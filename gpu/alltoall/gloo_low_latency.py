@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GlooLowLatency:
         tokens, hidden = x.shape
         if tokens > most:
             rule = "a low-latency call sends at most the rows that its buffers have room for"
-            raise NotAvailable(refusal(rule, "raise --low-latency-max-tokens-per-rank", tokens=tokens, most=most))
+            raise NotAvailable.of(rule, fix="raise --low-latency-max-tokens-per-rank", tokens=tokens, most=most)
         sent_ids = topk_idx.new_full((most, topk_idx.shape[1]), -1)
         sent_ids[:tokens] = topk_idx
         # A row that goes nowhere is not sent: the peer must not see what padding holds.
@@ -147,4 +147,4 @@ class GlooLowLatency:
             rule = "the low-latency exchange over gloo carries the model's dtype and returns a hook"
             fix = "call it with use_fp8=False, async_finish=False, return_recv_hook=True"
             flags = {"use_fp8": use_fp8, "async_finish": async_finish, "return_recv_hook": return_recv_hook}
-            raise NotAvailable(refusal(rule, fix, **flags))
+            raise NotAvailable.of(rule, fix=fix, **flags)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - how tensors are sent between processes
 
 from dbo.dcp.direct import ALIGNMENT_BYTES, DirectLayout
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 
 _mapped: list[Any] = []  # handles keep the peers' memory mapped for as long as the process lives
 
@@ -66,7 +66,7 @@ def symmetric_region(layout: DirectLayout, group: Any) -> tuple[torch.Tensor, li
     region, handle = _symmetric(layout.total_bytes, group, device)
     if any(pointer % ALIGNMENT_BYTES for pointer in handle.buffer_ptrs):
         rule = "symmetric regions are aligned to 256 bytes"
-        raise NotAvailable(refusal(rule, "use --dcp-comm-backend a2a", addresses=list(handle.buffer_ptrs)))
+        raise NotAvailable.of(rule, fix="use --dcp-comm-backend a2a", addresses=list(handle.buffer_ptrs))
     region.zero_()
     torch.cuda.synchronize()
     dist.barrier(group)
@@ -83,6 +83,6 @@ def _symmetric(nbytes: int, group: Any, device: torch.device) -> tuple[torch.Ten
     except RuntimeError as error:
         rule = "a direct exchange needs devices that can map each other's memory"
         fix = "use --dcp-comm-backend a2a, and another backend than symm_copy"
-        raise NotAvailable(refusal(rule, fix, device=device, error=str(error)[:80])) from error
+        raise NotAvailable.of(rule, fix=fix, device=device, error=str(error)[:80]) from error
     _mapped.append(handle)
     return region, handle

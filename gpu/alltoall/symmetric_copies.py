@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable
 from dbo.moe.symm_copy import Channel, Table
 from gpu.alltoall.copies import arrives, exchange_counts, sending
 from gpu.alltoall.symm import shared_regions
@@ -83,7 +83,7 @@ class Layout:
         if at > self.channel_bytes or ubatch >= self.ubatches:
             rule = "an exchange fits into the memory that was reserved for its ubatch"
             fix = "lower --max-num-batched-tokens, or reserve more"
-            raise ConfigError(refusal(rule, fix, ubatch=ubatch, needed_bytes=at, reserved_bytes=self.channel_bytes))
+            raise ConfigError.of(rule, fix=fix, ubatch=ubatch, needed_bytes=at, reserved_bytes=self.channel_bytes)
         return found
 
     def flag_at(self, channel: Channel, source: int) -> int:
@@ -132,7 +132,7 @@ class StreamSignals:
             self._driver = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             rule = "backend symm_copy raises its signals through the CUDA driver"
-            raise NotAvailable(refusal(rule, "pip install cuda-bindings", error=error)) from error
+            raise NotAvailable.of(rule, fix="pip install cuda-bindings", error=error) from error
 
     def raise_flag(self, address: int) -> None:
         """Set the flag when the stream gets there; whatever it wrote before is visible first."""
@@ -148,7 +148,7 @@ class StreamSignals:
         (result,) = operation(torch.cuda.current_stream().cuda_stream, address, value, flags)
         if result != self._driver.CUresult.CUDA_SUCCESS:
             rule = "the driver takes stream memory operations on mapped memory"
-            raise NotAvailable(refusal(rule, "use another backend", result=result, operation=operation.__name__))
+            raise NotAvailable.of(rule, fix="use another backend", result=result, operation=operation.__name__)
 
 
 class DeviceCopies:
@@ -185,7 +185,7 @@ class DeviceCopies:
         """
         if self._memory is None:
             rule = "symmetric memory is reserved before the first exchange, by all ranks together"
-            raise ConfigError(refusal(rule, "call reserve", rank=self.world.rank))
+            raise ConfigError.of(rule, fix="call reserve", rank=self.world.rank)
         return self._memory
 
     def restart(self) -> None:

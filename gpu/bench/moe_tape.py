@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dbo.errors import DBOError, refusal
+from dbo.errors import DBOError
 from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular, Hook, PartialSums, Receiver, summed
 from dbo.ubatching.forward_context import ForwardContext, get_forward_context, override_forward_context
 
@@ -69,7 +69,7 @@ class Tape:
         part = self.part_of(get_forward_context())
         if (layer, part) not in self.takes:
             rule = "a recording is made before it is played"
-            raise DBOError(refusal(rule, "run the same (u)batch inside Tape.records", layer=layer, part=part))
+            raise DBOError.of(rule, fix="run the same (u)batch inside Tape.records", layer=layer, part=part)
         return self.takes[layer, part]
 
 

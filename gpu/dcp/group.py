@@ -17,7 +17,7 @@ from dbo.dcp.context_parallel import TorchContextParallel
 from dbo.dcp.exchange import TORCH_KERNELS, PackKernels
 from dbo.dcp.interface import DCPShape, place_in_groups
 from dbo.dcp.workspace import WorkspaceManager
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.ubatching.forward_context import get_forward_context
 from gpu.group import Exchanges, rows_as_bytes
 
@@ -65,11 +65,11 @@ def _refuse(world: GpuWorld, shape: DCPShape) -> None:
     if world.process_groups.data is None:
         rule = "the ranks of a DCP group meet through NCCL, which refuses two ranks on one device"
         fix = "use one device a rank, or --device cpu"
-        raise NotAvailable(refusal(rule, fix, decode_context_parallel_size=shape.size, device=world.device))
+        raise NotAvailable.of(rule, fix=fix, decode_context_parallel_size=shape.size, device=world.device)
     if shape.backend == "a2a_direct" and not world.asynchronous:
         rule = "a2a_direct stores into the peers' device memory"
         fix = "on CPU tensors use --dcp-comm-backend a2a or ag_rs"
-        raise NotAvailable(refusal(rule, fix, dcp_comm_backend=shape.backend, device=world.device))
+        raise NotAvailable.of(rule, fix=fix, dcp_comm_backend=shape.backend, device=world.device)
 
 
 def _kernels(world: GpuWorld) -> PackKernels:

@@ -13,7 +13,7 @@ from typing import Any
 
 import greenlet
 
-from dbo.errors import RingError, refusal
+from dbo.errors import RingError
 from gpu.host.workers import Host, Worker
 from gpu.record.recorder import HostTask, Recorder
 from gpu.watch import flight_recorder as board
@@ -50,7 +50,7 @@ class Hub:
         task, me = self.recorder.task, greenlet.getcurrent()
         if not self._ready:
             rule = "somebody must be left to wake a host line that sleeps"
-            raise RingError(refusal(rule, "look at the schedule", line=task.line, tags=task.tags))
+            raise RingError.of(rule, fix="look at the schedule", line=task.line, tags=task.tags)
         self.recorder.sleeps(state)
         following = self._ready.popleft()
         if following is not me:

@@ -26,7 +26,7 @@ from dbo.dcp.exchange import PackKernels, Reduced, dcp_a2a_lse_reduce
 from dbo.dcp.groups import DCPGroup
 from dbo.dcp.packing import check_inputs
 from dbo.dcp.workspace import Slot, WorkspaceManager
-from dbo.errors import NotAvailable, PeerFailed, UsageError, refusal
+from dbo.errors import NotAvailable, PeerFailed, UsageError
 from gpu.kernels.direct import direct_kernel
 from gpu.kernels.packed import TRITON_KERNELS
 from gpu.kernels.rows import RAW, block_dim
@@ -87,18 +87,16 @@ class DirectExchange:
         self, *, layout: DirectLayout, rank: int, region: torch.Tensor, peer_addresses: Sequence[int], tuning: Tuning
     ) -> None:
         if len(peer_addresses) != layout.world_size or peer_addresses[rank] != region.data_ptr():
-            raise UsageError(
-                refusal(
-                    "an exchange needs the address of every rank's region, its own included",
-                    "pass data_ptr() of the own region at place `rank`",
-                    rank=rank,
-                    world_size=layout.world_size,
-                    addresses=len(peer_addresses),
-                )
+            raise UsageError.of(
+                "an exchange needs the address of every rank's region, its own included",
+                fix="pass data_ptr() of the own region at place `rank`",
+                rank=rank,
+                world_size=layout.world_size,
+                addresses=len(peer_addresses),
             )
         if any(address % ALIGNMENT_BYTES for address in peer_addresses):
-            raise UsageError(
-                refusal("regions are aligned to 256 bytes", "allocate them with new_region", addresses=peer_addresses)
+            raise UsageError.of(
+                "regions are aligned to 256 bytes", fix="allocate them with new_region", addresses=peer_addresses
             )
         self.layout = layout
         self.rank = rank
@@ -140,13 +138,11 @@ class DirectExchange:
         compiled._init_handles()
         resident = _resident_programs(compiled, self.tuning.num_warps, self._region.device)
         if self.tuning.programs > resident:
-            raise NotAvailable(
-                refusal(
-                    "all programs of the direct exchange are resident at once",
-                    "ask for fewer",
-                    programs=self.tuning.programs,
-                    resident=resident,
-                )
+            raise NotAvailable.of(
+                "all programs of the direct exchange are resident at once",
+                fix="ask for fewer",
+                programs=self.tuning.programs,
+                resident=resident,
             )
 
     def launch(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.trace import BufferInfo, Record
 from gpu.device import GpuWorld
 from gpu.launch import transport
@@ -147,7 +147,7 @@ def pick_device(spec: RankSpec) -> torch.device:
     if index >= torch.cuda.device_count():
         rule = "world gpu needs one visible device a rank"
         fix = "show more devices, share one (--share-device) or use --device cpu"
-        raise NotAvailable(refusal(rule, fix, num_devices=torch.cuda.device_count(), rank=spec.rank))
+        raise NotAvailable.of(rule, fix=fix, num_devices=torch.cuda.device_count(), rank=spec.rank)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

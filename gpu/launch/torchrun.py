@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from gpu.launch.process import Left, RankSpec, pick_device, run
 from gpu.launch.transport import dumps, sendable_left
 from gpu.watch import flight_recorder as board
@@ -41,7 +41,7 @@ def launch_here(
     started, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if started != ranks or local != started:
         rule = "one process a rank, all on this machine"
-        raise UsageError(refusal(rule, f"start torchrun with --nproc-per-node={ranks}", started=started, local=local))
+        raise UsageError.of(rule, fix=f"start torchrun with --nproc-per-node={ranks}", started=started, local=local)
     rank = int(os.environ["RANK"])
     folder = _folder(rank)
     spec = RankSpec(

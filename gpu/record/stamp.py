@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dbo.errors import CaptureError, refusal
+from dbo.errors import CaptureError
 
 CAPACITY = 1 << 16
 
@@ -45,7 +45,7 @@ class Stamps:
         """
         if self._used == CAPACITY:
             rule = "a trace has room for so many timestamps in graphs"
-            raise CaptureError(refusal(rule, "capture fewer sizes, or run without a trace", capacity=CAPACITY))
+            raise CaptureError.of(rule, fix="capture fewer sizes, or run without a trace", capacity=CAPACITY)
         slot = Slot(self._used)
         self._used += 1
         with torch.cuda.stream(stream.cuda):

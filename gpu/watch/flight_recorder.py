@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbo.errors import RingError, refusal
+from dbo.errors import RingError
 
 LINES = ("main", *(f"u{i}" for i in range(8)))
 GROUPS = ("dp.cpu", "ep", "low_latency", "high_throughput", "deepep_v2", "symm_copy", "dcp")
@@ -130,7 +130,7 @@ class Board:
         self.memory = memory
         magic, self.ranks = _HEAD.unpack_from(memory, 0)
         if magic != _MAGIC:
-            raise RingError(refusal("a board is written by the same version", "start the run again", path=path))
+            raise RingError.of("a board is written by the same version", fix="start the run again", path=path)
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> Board:

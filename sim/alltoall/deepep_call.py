@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from sim.streams import SimEvent
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EventOverlap:
         """The current stream waits for the event."""
         if self.event is None:
             rule = "only an asynchronous call leaves an event to wait for"
-            raise NotAvailable(refusal(rule, "pass async_finish=True or do not wait", event=None))
+            raise NotAvailable.of(rule, fix="pass async_finish=True or do not wait", event=None)
         self.event.current_stream_wait()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable
 from dbo.trace import Access
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts
 from sim.collectives import SimGroup
@@ -98,13 +98,11 @@ class ElasticBuffer:
         """
         if isinstance(x, tuple) or do_expand or num_experts is None or num_max_tokens_per_rank is None:
             rule = "the simulated dispatch carries one tensor in rows, with num_experts and num_max_tokens_per_rank"
-            raise NotAvailable(refusal(rule, "pass these, and do_expand=False", do_expand=do_expand))
+            raise NotAvailable.of(rule, fix="pass these, and do_expand=False", do_expand=do_expand)
         if x.shape[0] > num_max_tokens_per_rank:
             rule = "a rank dispatches at most num_max_tokens_per_rank tokens"
-            raise ConfigError(
-                refusal(
-                    rule, "raise it on all ranks", tokens=x.shape[0], num_max_tokens_per_rank=num_max_tokens_per_rank
-                )
+            raise ConfigError.of(
+                rule, fix="raise it on all ranks", tokens=x.shape[0], num_max_tokens_per_rank=num_max_tokens_per_rank
             )
         world, payload = self.world, self.payload
         sync, sms, topk = do_cpu_sync is not False, num_sms or AUTOMATIC_SMS, topk_idx.shape[1]
@@ -156,7 +154,7 @@ class ElasticBuffer:
         """Results `[N, H]` back to their ranks, added up without weights: (`[T, H]`, None, event)."""
         if topk_weights is not None or bias is not None:
             rule = "the simulated combine adds rows up, no more"
-            raise NotAvailable(refusal(rule, "drop topk_weights and bias", bias=bias))
+            raise NotAvailable.of(rule, fix="drop topk_weights and bias", bias=bias)
         payload, sms = self.payload, num_sms or handle.num_sms
         call = self._open(previous_event, async_with_compute_stream, allocate_on_comm_stream)
         with call.allocating():
@@ -173,7 +171,7 @@ class ElasticBuffer:
     def _open(self, previous_event: Any, asynchronous: bool, allocate_on_comm_stream: bool) -> LibraryCall:
         if previous_event is not None and not allocate_on_comm_stream:
             rule = "previous_event means that compute has gone on, so outputs are made on the comm stream"
-            raise ConfigError(refusal(rule, "pass allocate_on_comm_stream=True", allocate_on_comm_stream=False))
+            raise ConfigError.of(rule, fix="pass allocate_on_comm_stream=True", allocate_on_comm_stream=False)
         return LibraryCall(
             self.world,
             previous_event=previous_event,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import ConfigError, NotAvailable, refusal
+from dbo.errors import ConfigError, NotAvailable
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts, swap_blocks
 from sim.collectives import SimGroup
 from sim.engine import SMS_PER_DEVICE
@@ -67,7 +67,7 @@ class HighThroughputBuffer:
         """
         if new_num_sms % 2 or not 0 < new_num_sms <= SMS_PER_DEVICE:
             rule = f"the SM count is even and at most {SMS_PER_DEVICE}"
-            raise ConfigError(refusal(rule, "use such a count", num_sms=new_num_sms))
+            raise ConfigError.of(rule, fix="use such a count", num_sms=new_num_sms)
         self.num_sms = new_num_sms
 
     def capture(self) -> EventOverlap:
@@ -126,7 +126,7 @@ class HighThroughputBuffer:
         """
         if isinstance(x, tuple) or handle is not None or config is not None:
             rule = "the simulated dispatch carries one tensor, with a layout and the default tuning"
-            raise NotAvailable(refusal(rule, "pass x as a tensor, no handle, no config", handle=handle, config=config))
+            raise NotAvailable.of(rule, fix="pass x as a tensor, no handle, no config", handle=handle, config=config)
         world, payload = self.world, self.payload
         call = self._open(previous_event, async_finish, allocate_on_comm_stream)
         counts: list[int] = []
@@ -182,7 +182,7 @@ class HighThroughputBuffer:
         """Results `[N, H]` back to their ranks, added up without weights: (`[T, H]`, None, event)."""
         if topk_weights is not None or bias is not None or config is not None:
             rule = "the simulated combine adds rows up, no more"
-            raise NotAvailable(refusal(rule, "drop topk_weights, bias and config", bias=bias, config=config))
+            raise NotAvailable.of(rule, fix="drop topk_weights, bias and config", bias=bias, config=config)
         payload = self.payload
         call = self._open(previous_event, async_finish, allocate_on_comm_stream)
         with call.allocating():
@@ -202,13 +202,11 @@ class HighThroughputBuffer:
 
     def _open(self, previous_event: Any, asynchronous: bool, allocate_on_comm_stream: bool) -> LibraryCall:
         if allocate_on_comm_stream and (previous_event is None or not asynchronous):
-            raise ConfigError(
-                refusal(
-                    "allocate_on_comm_stream needs previous_event and async_finish",
-                    "pass both or neither",
-                    previous_event=previous_event,
-                    async_finish=asynchronous,
-                )
+            raise ConfigError.of(
+                "allocate_on_comm_stream needs previous_event and async_finish",
+                fix="pass both or neither",
+                previous_event=previous_event,
+                async_finish=asynchronous,
             )
         return LibraryCall(
             self.world,

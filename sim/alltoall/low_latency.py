@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.trace import Access
 from sim.engine import Node
 
@@ -101,14 +101,12 @@ class LowLatencyBuffer:
 
     def _refuse(self, use_fp8: bool, async_finish: bool, return_recv_hook: bool) -> None:
         if use_fp8 or async_finish or not return_recv_hook:
-            raise NotAvailable(
-                refusal(
-                    "the simulated low-latency exchange carries the model's dtype and returns a hook",
-                    "call it with use_fp8=False, async_finish=False, return_recv_hook=True",
-                    use_fp8=use_fp8,
-                    async_finish=async_finish,
-                    return_recv_hook=return_recv_hook,
-                )
+            raise NotAvailable.of(
+                "the simulated low-latency exchange carries the model's dtype and returns a hook",
+                fix="call it with use_fp8=False, async_finish=False, return_recv_hook=True",
+                use_fp8=use_fp8,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
             )
 
     def _call(self, op: str, plan: Any) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from dbo.bench.ring import YIELDS, TwoThreadRing
 from dbo.bench.timing import Benchmark, Target, milliseconds
 from dbo.check import HappensBefore, deadlock, judge, stream_race
 from dbo.contract.world import Baton, World
-from dbo.errors import DBOError, refusal
+from dbo.errors import DBOError
 from dbo.schedule import load_schedule
 from dbo.ubatching.forward_context import ForwardContext
 from dbo.ubatching.ring import UBatchContext, dbo_yield, make_ubatch_contexts
@@ -126,7 +126,7 @@ def plain_ring_program(world: World) -> None:
     for worker in workers:
         worker.join()
     if not ring.fair:
-        raise DBOError(refusal("the ring takes turns", "mend the scheduler", turns=ring.turns))
+        raise DBOError.of("the ring takes turns", fix="mend the scheduler", turns=ring.turns)
 
 
 def ring_program(world: World) -> None:
@@ -160,7 +160,7 @@ def _rings_per_second(program: Callable[[Any], None], vehicle: str, rings: int =
         run = launch(program, ranks=1, mode="ordering", vehicle=vehicle)
         HappensBefore(run.trace)
         if run.deadlocked or run.errors[0] is not None:
-            raise DBOError(refusal("the ring runs to its end", "see the error", error=run.errors[0]))
+            raise DBOError.of("the ring runs to its end", fix="see the error", error=run.errors[0])
     return rings / (time.perf_counter() - start)
 
 
@@ -170,7 +170,7 @@ def _frontrun_per_second(attempts: int = 50) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         rule = "the named peer runs"
-        raise DBOError(refusal(rule, "repair or remove frontrun", output=(done.stdout + done.stderr)[-500:]))
+        raise DBOError.of(rule, fix="repair or remove frontrun", output=(done.stdout + done.stderr)[-500:])
     return float(done.stdout.split()[-1])
 
 
@@ -204,7 +204,7 @@ def _deadlock_ms(times: int = 20) -> float:
         run = launch(early_exit_program, ranks=1, mode="ordering")
         report = judge(run.trace, detectors=[deadlock])
         if not report.violations:
-            raise DBOError(refusal("the early exit is reported", "mend the detector", verdict=report.verdict.text))
+            raise DBOError.of("the early exit is reported", fix="mend the detector", verdict=report.verdict.text)
 
     def several() -> None:
         for _ in range(times):
@@ -290,14 +290,14 @@ def run_layers(ranks: int, layers: int, *, backend: str = BACKEND) -> Launched:
     run = launch(layer_program(_job(ranks, layers, backend)), ranks=ranks, mode="ordering")
     errors = [error for error in run.errors if error is not None]
     if errors or run.deadlocked:
-        raise DBOError(refusal("the clean program runs", "see the error", errors=errors[:1], deadlocked=run.deadlocked))
+        raise DBOError.of("the clean program runs", fix="see the error", errors=errors[:1], deadlocked=run.deadlocked)
     _refuse_races(judge(run.trace, detectors=[stream_race]).violations)
     return run
 
 
 def _refuse_races(races: Sequence[object]) -> None:
     if races:
-        raise DBOError(refusal("the clean program has no race", "mend the program or the judge", first=races[0]))
+        raise DBOError.of("the clean program has no race", fix="mend the program or the judge", first=races[0])
 
 
 def _coordination() -> list[Benchmark]:

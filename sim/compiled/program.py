@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from dbo.schedule import HOOK_BACKENDS, Schedule
 from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.schedule.ring import RingRun, Step, run_ring
@@ -113,7 +113,7 @@ def compile_schedule(schedule: Schedule, *, backend: str, num_ubatches: int = 2,
     if backend not in EXCHANGES:
         known = ", ".join(EXCHANGES)
         rule = "the compiled form knows what the points of a backend launch"
-        raise NotAvailable(refusal(rule, f"use {known}, or run the real ring", backend=backend))
+        raise NotAvailable.of(rule, fix=f"use {known}, or run the real ring", backend=backend)
     ring = run_ring(schedule, backend=backend, num_ubatches=num_ubatches, layers=layers)
     compiler = _Compiler(schedule, backend)
     for part in _issue_order(ring):

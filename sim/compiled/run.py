@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.trace import Access, BufferInfo, Record, Trace
 from sim.alltoall.low_latency import REGION_BYTES
 from sim.compiled.program import CompiledSchedule, DeviceOp
@@ -71,10 +71,10 @@ def replay(
         UsageError: no rank, or another number of factors than ranks.
     """
     if ranks < 1:
-        raise UsageError(refusal("a machine has at least one rank", "raise it", ranks=ranks))
+        raise UsageError.of("a machine has at least one rank", fix="raise it", ranks=ranks)
     factors = np.ones(ranks) if slowdown is None else np.asarray(slowdown, dtype=np.float64)
     if factors.shape != (ranks,):
-        raise UsageError(refusal("one factor a rank", "give as many as ranks", ranks=ranks, slowdown=factors.shape))
+        raise UsageError.of("one factor a rank", fix="give as many as ranks", ranks=ranks, slowdown=factors.shape)
     cost = cost or CostTable()
     size = len(program.ops)
     start_us = np.empty((size, ranks))

@@ -9,7 +9,7 @@ from typing import Any
 
 from dbo.batch.slicing import slice_plan
 from dbo.engine.components import Program
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from sim.faults.clean_run import CleanRun, every_split_rank
 from sim.faults.fault import Fault, Site
@@ -22,7 +22,7 @@ def whole_metadata(program: Program, site: Site) -> Program:
     """One field of a slice is taken from the parent, cut by request but not adjusted."""
     if site.field not in ADJUSTED_FIELDS:
         rule = "--inject whole-metadata leaves a field whole that slicing adjusts"
-        raise UsageError(refusal(rule, "use seq_lens or num_computed_tokens", field=site.field))
+        raise UsageError.of(rule, fix="use seq_lens or num_computed_tokens", field=site.field)
 
     def careless(plan: Any, piece: Any, *args: Any, **kwargs: Any) -> Any:
         part = slice_plan(plan, piece, *args, **kwargs)

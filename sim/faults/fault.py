@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dbo.engine.components import Program
-from dbo.errors import UsageError, refusal
+from dbo.errors import UsageError
 
 if TYPE_CHECKING:
     from dbo.config import DBOConfig
@@ -92,7 +92,7 @@ class Fault:
             rule = f"--inject {self.name} breaks something that happens in the run: it needs {self.needs}"
             places = ", ".join(sorted(offered)[:3])
             fix = f"plant it elsewhere, for example {places}" if places else "change the run so that it has that"
-            raise UsageError(refusal(rule, fix, inject=self.inject(site)))
+            raise UsageError.of(rule, fix=fix, inject=self.inject(site))
 
     def inject(self, site: Site) -> str:
         """What `--inject` takes to plant this fault at `site`."""
@@ -106,7 +106,7 @@ class Fault:
             key, equals, text = part.partition("=")
             if key not in self.keys or not equals or (key != "field" and not text.isdigit()):
                 rule = f"--inject {self.name} takes {', '.join(f'{k}=…' for k in self.keys)}"
-                raise UsageError(refusal(rule, "write it so", part=part))
+                raise UsageError.of(rule, fix="write it so", part=part)
             values[key] = text if key == "field" else int(text)
         return Site(**values)  # type: ignore[arg-type]
 
@@ -114,23 +114,23 @@ class Fault:
         if self.backends and config.all2all_backend not in self.backends:
             rule = f"--inject {self.name} needs {_one_of(self.backends)}"
             fix = f"pass --all2all-backend {self.backends[0]}"
-            raise UsageError(refusal(rule, fix, all2all_backend=config.all2all_backend))
+            raise UsageError.of(rule, fix=fix, all2all_backend=config.all2all_backend)
         if self.exchanges and config.decode_context_parallel_size < 2:
             rule = f"--inject {self.name} breaks a DCP group"
             fix = f"pass --decode-context-parallel-size 2 --dcp-comm-backend {self.exchanges[0]}"
-            raise UsageError(refusal(rule, fix, decode_context_parallel_size=config.decode_context_parallel_size))
+            raise UsageError.of(rule, fix=fix, decode_context_parallel_size=config.decode_context_parallel_size)
         if self.exchanges and config.dcp_comm_backend not in self.exchanges:
             rule = f"--inject {self.name} needs {_one_of(self.exchanges)}"
             fix = f"pass --dcp-comm-backend {self.exchanges[0]}"
-            raise UsageError(refusal(rule, fix, dcp_comm_backend=config.dcp_comm_backend))
+            raise UsageError.of(rule, fix=fix, dcp_comm_backend=config.dcp_comm_backend)
         if self.split and not config.enable_dbo:
             rule = f"--inject {self.name} needs a step that is split"
-            raise UsageError(refusal(rule, "pass --enable-dbo", enable_dbo=config.enable_dbo))
+            raise UsageError.of(rule, fix="pass --enable-dbo", enable_dbo=config.enable_dbo)
         limits = {"rank": config.num_ranks, "ubatch": config.num_ubatches}
         for key, limit in limits.items():
             if key in self.keys and getattr(site, key) >= limit:
                 rule = f"--inject {self.name} names a {key} that exists"
-                raise UsageError(refusal(rule, f"use one below {limit}", **{key: getattr(site, key)}))
+                raise UsageError.of(rule, fix=f"use one below {limit}", **{key: getattr(site, key)})
 
 
 def _one_of(names: Sequence[str]) -> str:

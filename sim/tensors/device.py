@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from sim.tensors import registry
 
 NAME = "sim"
@@ -54,15 +54,13 @@ def setup() -> None:
     if taken == NAME and isinstance(getattr(torch, NAME, None), SimModule):
         return
     if taken not in (NAME, "privateuseone"):
-        raise NotAvailable(
-            refusal("torch has one slot for a device type of one's own", "run it in another process", taken_by=taken)
+        raise NotAvailable.of(
+            "torch has one slot for a device type of one's own", fix="run it in another process", taken_by=taken
         )
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
     except ImportError as error:
-        raise NotAvailable(
-            refusal(
-                "the device sim needs torch's Python backends", "install torch 2.10 or newer", torch=torch.__version__
-            )
+        raise NotAvailable.of(
+            "the device sim needs torch's Python backends", fix="install torch 2.10 or newer", torch=torch.__version__
         ) from error
     register(rename=NAME, backend_module=SimModule())

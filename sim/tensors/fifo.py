@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from dbo.errors import DBOError, refusal
+from dbo.errors import DBOError
 from dbo.trace import Access
 
 
@@ -123,8 +123,8 @@ class FifoDevice:
             event = item[1]
             while not event.fired:
                 if not self._queue(event.stream):
-                    raise DBOError(
-                        refusal("an event fires on the stream that records it", "record it", event=event.stream)
+                    raise DBOError.of(
+                        "an event fires on the stream that records it", fix="record it", event=event.stream
                     )
                 self._step(event.stream)
 

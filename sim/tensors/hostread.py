@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dbo.errors import CaptureError, DBOError, refusal
+from dbo.errors import CaptureError, DBOError
 from dbo.trace import Access
 from sim.tensors.launch import submit
 from sim.tensors.protocol import TensorDevice
@@ -31,7 +31,7 @@ def declared_host_read(why: str) -> Iterator[None]:
 def refuse_in_capture(device: TensorDevice, what: str, fix: str) -> None:
     """Raise `CaptureError` while `device` captures a graph."""
     if device.capturing:
-        raise CaptureError(refusal("an open graph capture forbids it", fix, operation=what, rank=device.rank))
+        raise CaptureError.of("an open graph capture forbids it", fix=fix, operation=what, rank=device.rank)
 
 
 def read_on_host(device: TensorDevice, why: str, name: str, reads: tuple[Access, ...], compute: Callable[[], T]) -> T:
@@ -47,13 +47,11 @@ def read_on_host(device: TensorDevice, why: str, name: str, reads: tuple[Access,
     declared = _declared.get()
     device.host_read(why if declared is None else declared, declared=declared is not None)
     if not result:
-        raise DBOError(
-            refusal(
-                "host_read returns after what is queued on the current stream has run",
-                "wait for the stream to drain in TensorDevice.host_read",
-                why=why,
-                rank=device.rank,
-            )
+        raise DBOError.of(
+            "host_read returns after what is queued on the current stream has run",
+            fix="wait for the stream to drain in TensorDevice.host_read",
+            why=why,
+            rank=device.rank,
         )
     return result[-1]
 

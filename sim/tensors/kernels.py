@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dbo.errors import DeviceTensorError, UsageError, refusal
+from dbo.errors import DeviceTensorError, UsageError
 from dbo.trace import Access
 from sim.tensors.hostread import refuse_in_capture
 from sim.tensors.launch import below_autograd, submit
@@ -25,7 +25,7 @@ from sim.tensors.tensor import SimTensor, Storage, fresh, torch_device, view_on
 
 def _sim(tensor: Any) -> SimTensor:
     if not isinstance(tensor, SimTensor):
-        raise UsageError(refusal("a tensor on sim is needed", 'move it: tensor.to("sim:0")', got=type(tensor).__name__))
+        raise UsageError.of("a tensor on sim is needed", fix='move it: tensor.to("sim:0")', got=type(tensor).__name__)
     return tensor
 
 
@@ -46,7 +46,7 @@ def wrap(data: torch.Tensor, rank: int, name: str = "wrapped") -> SimTensor:
     the result instead, or their accesses would name two buffers.
     """
     if data.device.type != "cpu" or isinstance(data, SimTensor):
-        raise UsageError(refusal("wrap takes a CPU tensor", "use the device tensor as it is", device=data.device))
+        raise UsageError.of("wrap takes a CPU tensor", fix="use the device tensor as it is", device=data.device)
     with below_autograd():
         data = torch.ops.aten.alias.default(data.detach())
     return view_on(Storage(rank, data.untyped_storage().nbytes(), name), data)
@@ -70,7 +70,7 @@ def to_sim(data: Any, rank: int, *, name: str = "to_sim") -> SimTensor:
     """
     source = torch.as_tensor(data)
     if source.device.type != "cpu":
-        raise UsageError(refusal("to_sim copies from the host", "use tensor.clone()", device=source.device))
+        raise UsageError.of("to_sim copies from the host", fix="use tensor.clone()", device=source.device)
     device = device_of(rank)
     refuse_in_capture(device, "host-to-device copy", "copy into a persistent tensor before the capture")
     with below_autograd():
@@ -112,8 +112,8 @@ def submit_kernel(
     read, written = [_sim(t) for t in reads], [_sim(t) for t in writes]
     tensors = [*read, *written]
     if not tensors:
-        raise DeviceTensorError(
-            refusal("a kernel names what it touches", "pass at least one tensor in reads or writes", kernel=name)
+        raise DeviceTensorError.of(
+            "a kernel names what it touches", fix="pass at least one tensor in reads or writes", kernel=name
         )
     first = tensors[0]._storage
     for other in tensors:

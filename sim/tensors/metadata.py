@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from sim.tensors.launch import below_autograd
 from sim.tensors.operands import refuse_mix
 from sim.tensors.poison import poison_value
@@ -35,10 +35,8 @@ def change_in_place(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     """Change sizes, strides or offset of the first argument; what is queued already keeps seeing the old ones."""
     tensor = args[0]
     if not isinstance(tensor, SimTensor) or any(isinstance(a, torch.Tensor) for a in args[1:]):
-        raise NotAvailable(
-            refusal(
-                "a tensor on sim keeps its storage", "use copy_ or a view instead", op=name, self=type(tensor).__name__
-            )
+        raise NotAvailable.of(
+            "a tensor on sim keeps its storage", fix="use copy_ or a view instead", op=name, self=type(tensor).__name__
         )
     data = torch.ops.aten.alias.default(tensor._raw)
     with below_autograd():

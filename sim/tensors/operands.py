@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dbo.errors import DeviceTensorError, refusal
+from dbo.errors import DeviceTensorError
 from sim.tensors.device import NAME, resolve_rank
 from sim.tensors.tensor import SimTensor, torch_device
 
@@ -93,13 +93,11 @@ def refuse_mix(func: Any, rank: int | None, other: torch.device) -> NoReturn:
     fix = f'copy it first: tensor.to("{here}")'
     if other.type == NAME:
         fix = "ranks exchange data by collectives of their group only"
-    raise DeviceTensorError(
-        refusal(
-            "Expected all tensors to be on the same device (0-dim CPU tensors excepted)",
-            fix,
-            op=getattr(func, "_schema", func).name if hasattr(func, "_schema") else func,
-            found=f"{here} and {other}",
-        )
+    raise DeviceTensorError.of(
+        "Expected all tensors to be on the same device (0-dim CPU tensors excepted)",
+        fix=fix,
+        op=getattr(func, "_schema", func).name if hasattr(func, "_schema") else func,
+        found=f"{here} and {other}",
     )
 
 

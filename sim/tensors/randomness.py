@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dbo.errors import NotAvailable, refusal
+from dbo.errors import NotAvailable
 from sim.tensors.operands import Operands
 from sim.tensors.queued import functional, in_place
 from sim.tensors.tensor import SimTensor
@@ -36,12 +36,10 @@ def random(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         drawn = func(*operands.args, **operands.kwargs)
         return functional(func, name, operands, reads=(), kernel=lambda *_, **__: drawn)
     if not any(a.name == "generator" for a in func._schema.arguments):
-        raise NotAvailable(
-            refusal(
-                "a random operation on sim draws in the order of issue, which needs a generator argument",
-                "use model.eval(), or draw a mask with torch.rand",
-                op=name,
-            )
+        raise NotAvailable.of(
+            "a random operation on sim draws in the order of issue, which needs a generator argument",
+            fix="use model.eval(), or draw a mask with torch.rand",
+            op=name,
         )
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=kwargs.get("generator")))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from dbo.errors import DeviceTensorError, refusal
+from dbo.errors import DeviceTensorError
 from sim.tensors.protocol import TensorDevice
 
 _devices: dict[int, TensorDevice] = {}
@@ -36,24 +36,20 @@ def device_of(rank: int) -> TensorDevice:
     """
     mine = _current_rank.get()
     if mine is not None and mine != rank:
-        raise DeviceTensorError(
-            refusal(
-                "a rank makes tensors on its own device only",
-                f'write "sim:{mine}" (Tensor.to("sim") without an index is always sim:0, torch fills it in)',
-                task_of_rank=mine,
-                device=f"sim:{rank}",
-            )
+        raise DeviceTensorError.of(
+            "a rank makes tensors on its own device only",
+            fix=f'write "sim:{mine}" (Tensor.to("sim") without an index is always sim:0, torch fills it in)',
+            task_of_rank=mine,
+            device=f"sim:{rank}",
         )
     device = _devices.get(rank)
     if device is None:
         known = sorted(_devices)
-        raise DeviceTensorError(
-            refusal(
-                "a tensor on sim needs the simulator's device of its rank",
-                "call sim.tensors.register_device(rank, device), which a simulated world does for its ranks",
-                rank=rank,
-                registered=known,
-            )
+        raise DeviceTensorError.of(
+            "a tensor on sim needs the simulator's device of its rank",
+            fix="call sim.tensors.register_device(rank, device), which a simulated world does for its ranks",
+            rank=rank,
+            registered=known,
         )
     return device
 
@@ -82,10 +78,8 @@ def current_rank() -> int:
         return rank
     if len(_devices) == 1:
         return next(iter(_devices))
-    raise DeviceTensorError(
-        refusal(
-            'device "sim" without an index is legal only where one rank is meant',
-            'write "sim:0", or enter sim.tensors.on_rank(rank)',
-            registered=sorted(_devices),
-        )
+    raise DeviceTensorError.of(
+        'device "sim" without an index is legal only where one rank is meant',
+        fix='write "sim:0", or enter sim.tensors.on_rank(rank)',
+        registered=sorted(_devices),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dbo.errors import DeviceTensorError, UsageError, refusal
+from dbo.errors import DeviceTensorError, UsageError
 from dbo.trace.accesses import strided
 from sim.tensors.tensor import SimTensor
 
@@ -30,18 +30,14 @@ class Declaration:
     def __init__(self, tensor: SimTensor, rows: Sequence[tuple[int, int]]) -> None:
         lay = tensor._layout
         if not lay.shape:
-            raise UsageError(
-                refusal("a 0-dim tensor has no rows", "declare rows of a tensor with a dimension", shape=())
-            )
+            raise UsageError.of("a 0-dim tensor has no rows", fix="declare rows of a tensor with a dimension", shape=())
         for start, stop in rows:
             if not 0 <= start <= stop <= lay.shape[0]:
-                raise UsageError(
-                    refusal(
-                        "declared rows lie in the tensor",
-                        "give 0 <= start <= stop <= len",
-                        rows=(start, stop),
-                        len=lay.shape[0],
-                    )
+                raise UsageError.of(
+                    "declared rows lie in the tensor",
+                    fix="give 0 <= start <= stop <= len",
+                    rows=(start, stop),
+                    len=lay.shape[0],
                 )
         step = lay.strides[0]
         first = tensor._offset_bytes // lay.itemsize
@@ -75,8 +71,8 @@ def declared_rows(tensor: torch.Tensor, rows: Sequence[tuple[int, int]]) -> Iter
         DeviceTensorError: when the operation runs and an index points elsewhere.
     """
     if not isinstance(tensor, SimTensor):
-        raise UsageError(
-            refusal("rows are declared of a tensor on sim", "pass the device tensor", got=type(tensor).__name__)
+        raise UsageError.of(
+            "rows are declared of a tensor on sim", fix="pass the device tensor", got=type(tensor).__name__
         )
     token = _current.set((*_current.get(), Declaration(tensor, rows)))
     try:
@@ -111,8 +107,8 @@ def checker(name: str, tensor: SimTensor, index: torch.Tensor, declaration: Decl
             inside |= (at >= start) & (at + step <= stop)
         if not bool(inside.all()):
             stray = index.reshape(-1)[~inside].unique()[:4].tolist()
-            raise DeviceTensorError(
-                refusal("an indexed operation touches declared rows only", "declare these too", op=name, indices=stray)
+            raise DeviceTensorError.of(
+                "an indexed operation touches declared rows only", fix="declare these too", op=name, indices=stray
             )
 
     return check

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dbo.errors import DeviceTensorError, HostAccessError, NotAvailable, refusal
+from dbo.errors import DeviceTensorError, HostAccessError, NotAvailable
 from dbo.trace import Access
 from sim.tensors.hostread import copy_to_host
 from sim.tensors.layout import Layout, layout_of
@@ -69,7 +69,7 @@ class SimTensor(torch.Tensor):
     # -- host access: allowed by way of a copy, refused otherwise ------------------------------------------------------
 
     def _refuse(self, what: str, fix: str = "copy it to the host first: tensor.cpu()") -> NoReturn:
-        raise HostAccessError(refusal(f"{what} needs host memory", fix, device=self.device, shape=tuple(self.shape)))
+        raise HostAccessError.of(f"{what} needs host memory", fix=fix, device=self.device, shape=tuple(self.shape))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refused as for any device tensor, unless ``force=True`` asks for the copy."""
@@ -129,10 +129,8 @@ class SimTensor(torch.Tensor):
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, SimTensor):
-            raise DeviceTensorError(
-                refusal(
-                    "tensor.data = other keeps the device", "move it first: other.to(tensor.device)", device=new.device
-                )
+            raise DeviceTensorError.of(
+                "tensor.data = other keeps the device", fix="move it first: other.to(tensor.device)", device=new.device
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         adopt(self, new)
@@ -141,12 +139,10 @@ class SimTensor(torch.Tensor):
         """Keep the storage from being reused before what is queued on `stream` now has run."""
         device = self._storage.device
         if not isinstance(device, RecordsStreams):
-            raise NotAvailable(
-                refusal(
-                    "record_stream needs a device whose allocator knows it",
-                    "keep a reference to the tensor instead",
-                    device=self.device,
-                )
+            raise NotAvailable.of(
+                "record_stream needs a device whose allocator knows it",
+                fix="keep a reference to the tensor instead",
+                device=self.device,
             )
         device.record_stream(self._storage.buffer, stream)
 

@@ -65,7 +65,7 @@ def refused(name: str, *, says: str, option: str, **options: Any) -> Pair:
 PAIRS = [
     refused(
         "backend",
-        says="died in set-up with ValueError",
+        says="died in set-up with ArgumentError",
         option="all2all_backend=allgather",
         all2all_backend="allgather",
     ),
