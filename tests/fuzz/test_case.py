@@ -1,18 +1,19 @@
 """A case and its token are the same thing."""
 
 import dataclasses
-import importlib.util
 import re
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import fuzz.compact
+from dbo.config import BACKENDS
 from dbo.errors import UsageError
 from dbo.schedule import load_schedule
 from fuzz.case import Case, RequestPlan, parse_token
 from fuzz.compact import _hash
-from fuzz.strategies import clean_cases, planted_cases
+from fuzz.strategies import clean_cases
 from fuzz.targets import bites, config_of, fault_of, run_case, surprise
 from sim.faults import CATALOGUE
 from sim.faults.fault import Site
@@ -77,13 +78,31 @@ def test_a_token_reads_back(case):
     assert len(case.token) <= 60
 
 
-# Where a fault can be planted, a clean run says; for those of numbers that is one with numbers.
-PLANTABLE = [f for f in CATALOGUE if not f.numeric or importlib.util.find_spec("torch") is not None]
+FAULT_CHARACTERS = 9  # what naming a fault and its place adds to a token
 
 
-@given(planted_cases(PLANTABLE))
-def test_a_token_is_short_enough_to_be_copied_by_hand(case):
-    assert len(case.token) <= 60 and parse_token(case.token) == case
+@st.composite
+def planted_anywhere(draw):
+    """A clean case, and the same with a fault at any place that its configuration has: no run is needed to spell one."""
+    fault = draw(st.sampled_from(CATALOGUE))
+    backends = st.sampled_from(list(fault.backends or BACKENDS))
+    case = draw(clean_cases(backends, exchanges=fault.exchanges))
+    site = Site(
+        rank=draw(st.integers(0, case.ranks - 1)),
+        ubatch=draw(st.integers(0, case.ubatches - 1)),
+        at=draw(st.integers(0, 200)),
+        field=draw(st.sampled_from(("seq_lens", "num_computed_tokens", "block_table_tensor"))),
+    )
+    mode = "numeric" if fault.numeric else "ordering"
+    return case, dataclasses.replace(case, fault=fault.inject(site), mode=mode)
+
+
+@given(planted_anywhere())
+def test_a_token_is_short_enough_to_be_copied_by_hand(cases):
+    clean, planted = cases
+    assert len(clean.token) <= 60
+    assert len(planted.token) <= len(clean.token) + FAULT_CHARACTERS
+    assert parse_token(planted.token) == planted
 
 
 @pytest.mark.parametrize("changes", [{"num_kv_blocks": n} for n in (29, 30, 37, 38, 93, 102, 103, 5000, 10**9)])
