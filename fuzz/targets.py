@@ -186,13 +186,19 @@ def _reference(case: Case, ran: Ran) -> Reference:
     return Reference(tokens_equal=said.tokens_equal and said.logits_close, max_rel_err=said.max_rel_err)
 
 
-def _alone(case: Case, ran: Ran) -> dict[str, tuple[list[int], list[np.ndarray]]]:
-    """What the requests of a case get from one unsplit rank; of an aborted one, as much as it has in `ran`."""
+@lru_cache(maxsize=64)
+def _said_alone(case: Case) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+    """What the requests of a case get from one unsplit rank; the same for all faults that are planted in it."""
     from fuzz.numeric import said_alone
 
+    specs = [_spec(case, at, index) for at, replica in enumerate(case.requests) for index, _ in enumerate(replica)]
+    return said_alone(model_config_of(case), config_of(case), case.schedule, specs)
+
+
+def _alone(case: Case, ran: Ran) -> dict[str, tuple[list[int], list[np.ndarray]]]:
+    """What the requests of a case get from one unsplit rank; of an aborted one, as much as it has in `ran`."""
     plans = {(at, index): plan for at, replica in enumerate(case.requests) for index, plan in enumerate(replica)}
-    specs = [_spec(case, replica, index) for replica, index in plans]
-    expected = said_alone(model_config_of(case), config_of(case), case.schedule, specs)
+    expected = dict(_said_alone(dataclasses.replace(case, fault="")))
     found = ran.said(0)
     for (replica, index), plan in plans.items():
         id = _request_id(replica, index)

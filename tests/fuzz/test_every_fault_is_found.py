@@ -90,7 +90,8 @@ def test_no_clean_run_of_a_dcp_group_is_flagged(exchange, fuzz_seed):
 )
 def test_it_is_found(fault, fuzz_seed):
     """In ordering mode; with numbers where only they have it."""
-    cases = draw(planted_cases([fault]), AMOUNT.planted, fuzz_seed)
+    count = AMOUNT.planted_numeric if fault.numeric else AMOUNT.planted
+    cases = draw(planted_cases([fault]), count, fuzz_seed)
     assert len(cases) >= AT_LEAST, f"seed {fuzz_seed} gives {len(cases)} cases of {fault.name}"
     for case in cases:
         check_clean(case)
