@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from dbo.conformance.suite import run_suite
 from dbo.conformance import suite as conformance
+from dbo.conformance.suite import run_suite
 from gpu.world import launch as launch_processes
 from sim.streams import SimEvent
 from sim.world import launch as launch_simulated
