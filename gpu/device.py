@@ -14,6 +14,7 @@ from dbo.contract.world import TaskState
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.errors import CaptureError, NotAvailable, PeerFailed
 from dbo.export.profile import range_name
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import get_forward_context
 from gpu.alltoall.gloo_low_latency import GlooLowLatency
 from gpu.group import DistGroup
@@ -213,7 +214,7 @@ class GpuWorld:
             self.trace.goes_on()
             self.collect_stamps()
         self.trace.after_all_of(stream)
-        self.trace.on_line("host.wait", stream.name, {"why": why, "declared": True})
+        self.trace.on_line(kinds.HOST_WAIT, stream.name, {"why": why, "declared": True})
 
     def _stream(self, name: str) -> Any:
         if not self.asynchronous:
@@ -251,7 +252,7 @@ class GpuWorld:
         self.trace.end_visit(task)
         task.tags = (task.tags[0], layer, task.tags[2], point)
         if point:
-            self.trace.on_line("point", point, {})
+            self.trace.on_line(kinds.POINT, point, {})
         self.trace.notice(task, at_point=True)
         if point not in QUIET_POINTS:
             self.trace.launches()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo.errors import CaptureError
+from dbo.trace import kinds
 from gpu.record.recorder import Captured, Replayed
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class CudaGraph:
             raise CaptureError.of("one capture is open at a time", fix="close the other one", graph=self.name)
         torch.cuda.synchronize(world.device)
         gc.collect()
-        world.trace.on_line("capture.begin", self.name, {"graph": self.name})
+        world.trace.on_line(kinds.CAPTURE_BEGIN, self.name, {"graph": self.name})
         before = dict(world.counters)
         has_clock = world.trace.keeps and world.stamps is not None
         captured = world.trace.begin_capture(before, has_clock=has_clock)
@@ -80,7 +81,7 @@ class CudaGraph:
             rule = "a graph makes an even number of low-latency calls, since each replay starts at buffer 0"
             raise CaptureError.of(rule, fix="capture whole layers", graph=self.name, calls=self.exchanges)
         self._captured = captured
-        world.trace.on_line("capture.end", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
+        world.trace.on_line(kinds.CAPTURE_END, self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
 
     def replay(self, real_tokens: Sequence[int] = ()) -> None:
         """Launch it again on the current stream. No other thread wakes, and the host waits for nothing.
@@ -94,7 +95,7 @@ class CudaGraph:
             raise CaptureError.of("a graph is captured before it is replayed", fix="capture it", graph=self.name)
         world = self.world
         world.trace.end_visit(world.trace.task)
-        world.trace.on_line("replay", self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
+        world.trace.on_line(kinds.REPLAY, self.name, {"graph": self.name, "calls": sum(self.exchanges.values())})
         for group, count in self.exchanges.items():
             world.trace.came(group, world.counters.get(group, 0) + count - 1, f"graph {self.name}"[:32])
         if self._captured.has_clock and world.trace.keeps:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.errors import NotAvailable
+from dbo.trace import kinds
 from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class DistGroup:
             "tag": tag,
             "ranks": self.size,
         }
-        recorder.on_line("collective", op, attrs)
+        recorder.on_line(kinds.COLLECTIVE, op, attrs)
         recorder.came(self.name, index, op)
         recorder.waits(board.COLLECTIVE, f"collective {op}", self.name, index)
         with self.world.peers_may_fail():
@@ -118,11 +119,11 @@ class Exchanges:
         recorder = self.world.trace
         place = {"group": self.name, "index": index, "op": op}
         recorder.device(
-            "collective", op, attrs={**place, **signature, "tag": list(recorder.task.tags), "ranks": self._ranks}
+            kinds.COLLECTIVE, op, attrs={**place, **signature, "tag": list(recorder.task.tags), "ranks": self._ranks}
         )
         recorder.came(self.name, index, op)
         recorder.waits(board.COLLECTIVE, f"collective {op}", self.name, index)
-        record = recorder.device("exchange", op, attrs=place, after=(recorder.meet_reference(self.name, index),))
+        record = recorder.device(kinds.EXCHANGE, op, attrs=place, after=(recorder.meet_reference(self.name, index),))
         with self.world.peers_may_fail():
             yield
         recorder.goes_on()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dbo.trace import kinds
+
 if TYPE_CHECKING:
     from gpu.device import GpuWorld
 
@@ -21,7 +23,9 @@ class HostStream:
     def wait_event(self, event: HostEvent) -> None:
         if event.marker >= 0:
             self._wait(event)
-            self.world.trace.device("wait", event.name, attrs={"event": event.name}, after=(event.marker,), stream=self)
+            self.world.trace.device(
+                kinds.WAIT, event.name, attrs={"event": event.name}, after=(event.marker,), stream=self
+            )
 
     def wait_stream(self, stream: HostStream) -> None:
         self.wait_event(stream.record_event())
@@ -54,7 +58,7 @@ class HostEvent:
 
     def record(self, stream: HostStream | None = None) -> None:
         stream = stream or self.world.current_stream()
-        self.marker = self.world.trace.device("record", self.name, attrs={"event": self.name}, stream=stream).id
+        self.marker = self.world.trace.device(kinds.RECORD, self.name, attrs={"event": self.name}, stream=stream).id
         self._record(stream)
 
     def wait(self, stream: HostStream | None = None) -> None:

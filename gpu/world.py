@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from gpu.launch import transport
 from gpu.launch.merge import merge
 from gpu.probe import device_count
@@ -336,7 +336,7 @@ def _add_blocked(trace: Trace, waiters: list[dict[str, Any]]) -> None:
                 number + at,
                 waiter["rank"],
                 waiter["line"],
-                "blocked",
+                kinds.BLOCKED,
                 waiter["what"],
                 step=waiter["step"],
                 layer=waiter["layer"],

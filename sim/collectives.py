@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dbo.errors import PeerFailed
+from dbo.trace import kinds
 from sim.engine import Node
 from sim.tasks import Task
 
@@ -85,7 +86,7 @@ class SimGroup:
         op, shape, dtype = signature
         record = world.engine.host_record(
             task,
-            "collective",
+            kinds.COLLECTIVE,
             op,
             {
                 "group": self.name,
@@ -201,7 +202,7 @@ class SimGroup:
         if sms:
             attrs |= {"sms": sms, "holds_until_peers": True}
         occupied = sms or world.cost.collective_sms
-        arrive = stream.launch("collective", op, attrs=attrs, takes_sms=occupied, reserves=sms > 0)
+        arrive = stream.launch(kinds.COLLECTIVE, op, attrs=attrs, takes_sms=occupied, reserves=sms > 0)
         meeting = cluster.device_meetings.get(key)
         if meeting is None:
             meeting = DeviceMeeting(cluster.open_meet(self.name, index))
@@ -219,7 +220,7 @@ class SimGroup:
 
         state: dict[str, Callable[[], None]] = {}
         stream.launch(
-            "exchange",
+            kinds.EXCHANGE,
             op,
             duration_us=duration_us,
             reads=reads,

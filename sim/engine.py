@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from dbo.trace import Access, BufferInfo, Record, Trace
+from dbo.trace import Access, BufferInfo, Record, Trace, kinds
 from sim.contention import Crowd, Paced
 from sim.tasks import Scheduler, Task
 
@@ -271,7 +271,7 @@ class Engine:
             self._shift(record.rank, node.occupies, at_us)
             return False
         crowd = self.crowds.get(record.rank)
-        if crowd is None or record.kind != "op" or not record.dur_us:
+        if crowd is None or record.kind != kinds.OP or not record.dur_us:
             return False
         crowd.start(node, at_us)
         if node.finish is None:  # it takes effect at its start

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dbo.errors import CaptureError
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 
 if TYPE_CHECKING:
     from sim.streams import SimEvent, SimStream
@@ -58,7 +58,7 @@ class SimGraph:
         world = self.world
         if world.capture is not None:
             raise CaptureError.of("one capture is open at a time", fix="close the other one", open=world.capture.name)
-        world.engine.host_record(world.task(), "capture.begin", self.name, {"graph": self.name})
+        world.engine.host_record(world.task(), kinds.CAPTURE_BEGIN, self.name, {"graph": self.name})
         world.capture = self
         self._origin = world.current_stream()
         self._open[self._origin] = False
@@ -71,7 +71,9 @@ class SimGraph:
         finally:
             world.capture = None
         world.graphs.append(self)
-        world.engine.host_record(world.task(), "capture.end", self.name, {"graph": self.name, "calls": len(self.calls)})
+        world.engine.host_record(
+            world.task(), kinds.CAPTURE_END, self.name, {"graph": self.name, "calls": len(self.calls)}
+        )
 
     def add(self, stream: SimStream, again: Callable[[], object]) -> None:
         """Keep a call made on `stream`."""
@@ -135,7 +137,7 @@ class SimGraph:
         attrs: dict[str, Any] = {"graph": self.name, "calls": len(self.calls)}
         if self.low_latency_calls:  # its calls alternate from buffer 0 on, so it starts at an even one
             attrs |= {"baked": {"low_latency_buffer": 0}, "live": {"low_latency_buffer": world.low_latency.calls % 2}}
-        world.engine.host_record(task, "replay", self.name, attrs)
+        world.engine.host_record(task, kinds.REPLAY, self.name, attrs)
         stream, tags = task.stream, task.tags
         world.replaying = self
         world.replay_real_tokens = list(real_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dbo.errors import RingError
+from dbo.trace import kinds
 from sim.tasks import Task
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class SimBarrier:
         task = self.world.task()
         scheduler = self.world.cluster.scheduler
         self._refuse_when_aborted()
-        record = self.world.engine.host_record(task, "barrier", self.name, {"name": self.name})
+        record = self.world.engine.host_record(task, kinds.BARRIER, self.name, {"name": self.name})
         self._arrived.append((task, record))
         if len(self._arrived) == self.parties:
             self._open = True

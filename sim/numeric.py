@@ -12,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 from sim import tensors
 
 if TYPE_CHECKING:
@@ -45,7 +45,13 @@ class NumericDevice:
                 size *= n
             nbytes += size
         self.world.current_stream().launch(
-            "op", name, duration_us=self.world.cost.kernel(nbytes, name), reads=reads, writes=writes, run=run, src=src
+            kinds.OP,
+            name,
+            duration_us=self.world.cost.kernel(nbytes, name),
+            reads=reads,
+            writes=writes,
+            run=run,
+            src=src,
         )
 
     def host_read(self, why: str, *, declared: bool) -> None:
@@ -78,7 +84,7 @@ class NumericDevice:
         used = self._used.pop(buffer, set()) - self._recorded.pop(buffer, set())
         baked_in = [graph.name for graph in self.world.graphs if buffer in graph.baked]
         if baked_in and self.world.cluster.scheduler.current is not None and not self.world.engine.closed:
-            self.world.trace.host("unbake", buffer=buffer, graphs=baked_in)
+            self.world.trace.host(kinds.UNBAKE, buffer=buffer, graphs=baked_in)
         if home is None or used <= {home.name} or self.world.cluster.scheduler.current is None:
             return
         if self.world.cluster.scheduler.current.rank != self.rank or self.world.engine.closed:
@@ -87,7 +93,7 @@ class NumericDevice:
 
     def _launch_free(self, buffer: int, home: SimStream) -> None:
         nbytes = self.world.engine.trace.buffers[buffer].nbytes
-        home.launch("free", "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
+        home.launch(kinds.FREE, "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
 
 
 class NumericTensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dbo.trace import Access, Record
+from dbo.trace import Access, Record, kinds
 from sim.engine import Node
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SimStream:
         if self.world.capture is not None:
             self.world.capture.add_wait(self, event)
         elif event.marker is not None:
-            self.launch("wait", event.name, after=(event.marker,), attrs={"event": event.name})
+            self.launch(kinds.WAIT, event.name, after=(event.marker,), attrs={"event": event.name})
 
     def wait_stream(self, stream: SimStream) -> None:
         self.wait_event(stream.record_event())
@@ -117,7 +117,7 @@ class SimStream:
         if self.tail is not None:
             self.world.engine.wait_host(task, self.tail, f"synchronize {self.name}")
         self.world.engine.host_record(
-            task, "host.wait", self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
+            task, kinds.HOST_WAIT, self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
         )
 
 
@@ -134,7 +134,7 @@ class SimEvent:
         if self.world.capture is not None:
             self.world.capture.add_record(stream, self)
         else:
-            self.marker = stream.launch("record", self.name, attrs={"event": self.name})
+            self.marker = stream.launch(kinds.RECORD, self.name, attrs={"event": self.name})
 
     def wait(self, stream: SimStream | None = None) -> None:
         (stream or self.world.current_stream()).wait_event(self)
@@ -150,7 +150,7 @@ class SimEvent:
         if self.marker is not None:
             self.world.engine.wait_host(task, self.marker, f"synchronize {self.name}")
         self.world.engine.host_record(
-            task, "host.wait", self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
+            task, kinds.HOST_WAIT, self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
         )
 
 

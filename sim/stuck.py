@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dbo.trace import Record
+from dbo.trace import Record, kinds
 from sim.engine import Node
 from sim.tasks import Task
 
@@ -37,7 +37,7 @@ def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Nod
     waits: tuple[Any, ...] = task.waits or ("nothing",)
     kind = waits[0]
     answer: dict[str, Any] = {"what": f"{kind} {waits[1]}" if len(waits) > 1 else kind, "needs": []}
-    if kind == "collective":
+    if kind == kinds.COLLECTIVE:
         _, group, index, op, missing = waits
         answer |= {"what": f"collective {op}", "group": group, "index": index, "missing": list(missing)}
         answer["needs"] = [[rank, _line_of(rank, stuck)] for rank in missing]
@@ -48,7 +48,7 @@ def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Nod
     elif kind == "device":
         _, line, record, why = waits
         answer |= {"what": f"{line}: {why}", "needs": [[task.rank, line]]}
-    elif kind in ("baton", "barrier", "recover"):
+    elif kind in ("baton", kinds.BARRIER, kinds.RECOVER):
         answer["needs"] = [[t.rank, t.line] for t in stuck if t.rank == task.rank and t is not task]
         answer["any_of"] = kind == "baton"
     step, layer, ubatch, point = task.tags
@@ -57,7 +57,7 @@ def _host(cluster: Cluster, task: Task, stuck: list[Task], heads: dict[Line, Nod
         cluster.engine.new_id(),
         task.rank,
         task.line,
-        "blocked",
+        kinds.BLOCKED,
         str(answer["what"]),
         t_us=task.now_us,
         step=step,
@@ -105,7 +105,7 @@ def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], s
         cluster.engine.new_id(),
         line[0],
         line[1],
-        "blocked",
+        kinds.BLOCKED,
         record.name,
         step=record.step,
         layer=record.layer,
@@ -118,7 +118,7 @@ def _device(cluster: Cluster, line: Line, node: Node, heads: dict[Line, Node], s
 
 def _unfinished_meet(cluster: Cluster, after: tuple[int, ...]) -> Node | None:
     for node in cluster.engine.unfinished():
-        if node.record.kind == "meet" and node.record.id in after:
+        if node.record.kind == kinds.MEET and node.record.id in after:
             return node
     return None
 

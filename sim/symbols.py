@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
@@ -87,7 +87,9 @@ def launch(
     read, written = _accesses(reads), _accesses((result, *writes))
     if duration_us is None:
         duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]), name)
-    world.current_stream().launch("op", name, reads=read, writes=written, duration_us=duration_us, src=world.source())
+    world.current_stream().launch(
+        kinds.OP, name, reads=read, writes=written, duration_us=duration_us, src=world.source()
+    )
     return result
 
 

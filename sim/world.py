@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from dbo.dcp.interface import DCPShape
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 from dbo.trace.collector import collector_paused
 from sim.alltoall.copy_symbols import SymbolCopyPayload, SymbolCopyRows
 from sim.alltoall.elastic import ElasticBuffer
@@ -94,7 +94,7 @@ class Cluster:
         node = self.engine.node(
             rank=-1,
             line=group,
-            kind="meet",
+            kind=kinds.MEET,
             name=f"{group}#{index}",
             tags=(-1, -1, -1, ""),
             after=(),
@@ -118,7 +118,7 @@ class Cluster:
             self.engine.new_id(),
             -1,
             group,
-            "meet",
+            kinds.MEET,
             f"{group}#{index}",
             t_us=at_us,
             after=tuple(after),
@@ -171,7 +171,7 @@ class Cluster:
         records = []
         for world, task in zip(self.worlds, tasks, strict=True):
             task.edges += [record for (rank, _), record in last.items() if rank == world.rank]
-            records.append(self.engine.host_record(task, "recover", attrs={"epoch": self.epoch + 1}))
+            records.append(self.engine.host_record(task, kinds.RECOVER, attrs={"epoch": self.epoch + 1}))
         meet = self.host_meet("recover", self.epoch, records, max(task.now_us for task in tasks))
         self.host_meetings.clear()
         self.device_meetings.clear()
@@ -299,7 +299,7 @@ class SimWorld:
         tail = self.current_stream().tail
         if tail is not None:
             self.engine.wait_host(task, tail, why)
-        self.engine.host_record(task, "host.wait", self.current_stream().name, {"why": why, "declared": declared})
+        self.engine.host_record(task, kinds.HOST_WAIT, self.current_stream().name, {"why": why, "declared": declared})
 
     def at_point(self, point: str, *, layer: int) -> None:
         task = self.task()
@@ -418,7 +418,7 @@ def launch(
         try:
             values[world.rank] = program(world)
         except Exception as error:  # it ends this rank's program; the trace says so, too
-            world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
+            world.trace.host(kinds.ERROR, type(error).__name__, type=type(error).__name__, message=str(error))
             raise
 
     tasks = [cluster.spawn(w, lambda w=w: main(w), "main") for w in cluster.worlds]  # type: ignore[misc]

@@ -22,6 +22,7 @@ from dbo.model.config import ModelConfig
 from dbo.model.skeleton import SkeletonModel
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.schedule import Schedule
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import ForwardContext, SerialPlayer, override_forward_context
 from dbo.ubatching.wrapper import UBatchWrapper
 
@@ -109,7 +110,7 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
             model, world=world, schedule=job.schedule, backend=job.backend, moe_layers=range(job.layers)
         )
         world.in_ubatch(-1, step=0)
-        world.trace.host("step.begin", tokens=job.tokens, requests=job.tokens)
+        world.trace.host(kinds.STEP_BEGIN, tokens=job.tokens, requests=job.tokens)
         context = ForwardContext(
             attn_metadata=None,
             kv_caches=_caches(world, job),
@@ -130,7 +131,7 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
         world.tensors.to_host(world.tensors.rows(hidden, 0, 1), "sample")
         world.in_ubatch(-1, step=0)
         world.trace.host(
-            "step.end",
+            kinds.STEP_END,
             status="ok",
             error="",
             rows=job.tokens,

@@ -1,33 +1,31 @@
 """buffer-reuse: ordered, but the bytes belong to somebody else by then.
 
-Five rules: the numbered calls of a low-latency exchange, owner tags (`tags` on writes, `expects` on reads: buffer id ->
-whose data), buffers that belong to one ubatch, buffers that were freed before an operation on them was launched, and
-flags between ranks.
+Four rules: the numbered calls of a low-latency exchange, owner tags (`tags` on writes, `expects` on reads: buffer id ->
+whose data), buffers that belong to one ubatch, and buffers that were freed before an operation on them was launched.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dbo.check import low_latency, signals
+from dbo.check import low_latency
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "buffer-reuse"
 SENTENCE = "an operation uses bytes that hold, or are about to hold, somebody else's data"
-UNIT = "low-latency calls, tagged reads, accesses of owned and of freed buffers, signals"
+UNIT = "low-latency calls, tagged reads, accesses of owned and of freed buffers"
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
-    """Applies the five rules."""
+    """Applies the four rules."""
     found = Findings(ID)
     low_latency.judge_calls(trace, happens, found)
     low_latency.judge_held_results(trace, found)
     _tags(trace, happens, found)
     _owners(trace, found)
     _freed(trace, happens, found)
-    signals.judge_signals(trace, happens, found)
     return found
 
 
@@ -108,7 +106,7 @@ def _owners(trace: Trace, found: Findings) -> None:
 
 def _freed(trace: Trace, happens: HappensBefore, found: Findings) -> None:
     """Work launched before a free is safe in stream order; work launched after it uses memory given away."""
-    freed: dict[int, Record] = {need(record, "buffer"): record for record in trace.of_kind("free")}
+    freed: dict[int, Record] = {need(record, "buffer"): record for record in trace.of_kind(kinds.FREE)}
     if not freed:
         return
     told: set[int] = set()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "capacity"
 SENTENCE = "a size that a step reaches exceeds what was reserved for it"
@@ -20,14 +20,14 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     found = Findings(ID)
     reserved: dict[_Key, Record] = {}
     locked: dict[tuple[int, str], Record] = {}
-    for record in sorted(trace.of_kind("reserve", "use", "lock"), key=lambda r: r.id):
+    for record in sorted(trace.of_kind(kinds.RESERVE, kinds.USE, kinds.LOCK), key=lambda r: r.id):
         what = need(record, "what")
-        if record.kind == "lock":
+        if record.kind == kinds.LOCK:
             locked[record.rank, what] = record
             continue
         found.checked += 1
         key = (record.rank, what, str(need(record, "slot")))
-        if record.kind == "reserve":
+        if record.kind == kinds.RESERVE:
             _judge_growth(record, reserved.get(key), locked.get((record.rank, what)), found)
             reserved[key] = record
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dbo.check.happens import HappensBefore
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Choice:
 def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
     """All choice points of a trace, in order."""
     found = [
-        Choice(what=record.attrs.get("what", record.name), records=(record.id,)) for record in trace.of_kind("choice")
+        Choice(what=record.attrs.get("what", record.name), records=(record.id,))
+        for record in trace.of_kind(kinds.CHOICE)
     ]
     last: dict[tuple[int, str], tuple[Record, Record | None]] = {}
     for record in trace.records:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "collective-mismatch"
 SENTENCE = "members of one communicator issue different operations under the same sequence number"
@@ -26,7 +26,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     members: dict[_Key, dict[int, Record]] = {}
     epochs: dict[int, int] = {}
     counts: dict[int, dict[str, int]] = {}
-    for record in sorted(trace.of_kind("collective"), key=lambda r: r.id):
+    for record in sorted(trace.of_kind(kinds.COLLECTIVE), key=lambda r: r.id):
         group, index = str(need(record, "group")), int(need(record, "index"))
         seen = counts.setdefault(record.rank, {})
         if index <= seen.get(group, -1):
@@ -35,7 +35,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         seen[group] = index
         epoch = record.attrs.get("epoch", epochs.get(record.rank, 0))
         members.setdefault((epoch, group, index), {})[record.rank] = record
-    failed = {record.rank for record in trace.of_kind("error")}
+    failed = {record.rank for record in trace.of_kind(kinds.ERROR)}
     judged: set[tuple[int, str]] = set()
     for key in sorted(members):
         found.checked += 1

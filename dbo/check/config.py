@@ -6,7 +6,7 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "config"
 SENTENCE = "ranks are configured differently, or accept a configuration and then ignore it or die of it in set-up"
@@ -19,7 +19,7 @@ _REFUSALS = frozenset(("ConfigError", "NotAvailable", "UsageError", "PeerFailed"
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Compares every rank's effective configuration with the lowest rank's, field by field."""
     found = Findings(ID)
-    records = sorted(trace.of_kind("config"), key=lambda r: (r.rank, r.id))
+    records = sorted(trace.of_kind(kinds.CONFIG), key=lambda r: (r.rank, r.id))
     first = records[0] if records else None
     for record in records:
         found.checked += 1
@@ -54,9 +54,9 @@ def _judge_promise(record: Record, found: Findings) -> None:
 
 def _judge_setup(trace: Trace, found: Findings) -> None:
     """What cannot work is refused by name before it is accepted; it does not die of something else on the way."""
-    accepted = {record.rank: record for record in trace.of_kind("config")}
-    started = {record.rank for record in trace.of_kind("step.begin")}
-    for record in sorted(trace.of_kind("error"), key=lambda r: (r.rank, r.id)):
+    accepted = {record.rank: record for record in trace.of_kind(kinds.CONFIG)}
+    started = {record.rank for record in trace.of_kind(kinds.STEP_BEGIN)}
+    for record in sorted(trace.of_kind(kinds.ERROR), key=lambda r: (r.rank, r.id)):
         config = accepted.get(record.rank)
         if config is None or record.rank in started or record.line != "main" or record.attrs.get("type") in _REFUSALS:
             continue

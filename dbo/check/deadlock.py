@@ -8,20 +8,22 @@ from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
 from dbo.check.waitfor import Waiter, minimal_stuck_set, report
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "deadlock"
 SENTENCE = "no line can run and the step is not over"
 UNIT = "places where a line can stop"
 
-_STOPS = frozenset(("barrier", "yield", "resume", "wait", "collective", "recv", "host.wait", "blocked"))
+_STOPS = frozenset(
+    (kinds.BARRIER, kinds.YIELD, kinds.RESUME, kinds.WAIT, kinds.COLLECTIVE, kinds.RECV, kinds.HOST_WAIT, kinds.BLOCKED)
+)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """One violation for the minimal stuck set, at its first line."""
     found = Findings(ID)
     found.checked = sum(record.kind in _STOPS for record in trace.records)
-    blocked = list(trace.of_kind("blocked"))
+    blocked = list(trace.of_kind(kinds.BLOCKED))
     if blocked:
         waiters = [waiter_of(record) for record in blocked]
         core = minimal_stuck_set(waiters)

@@ -13,7 +13,7 @@ from dbo.batch.coordinate import NUM_ROWS, ROW_PADDED, ROW_QUERY_LEN, ROW_READS_
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "dp-disagreement"
 SENTENCE = "ranks decide differently, or a rank acts against the common decision"
@@ -24,7 +24,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Per step: equal tables and decisions on all ranks, as the rules want them; then what was decided is what was done."""
     found = Findings(ID)
     steps: dict[int, dict[int, Record]] = {}
-    for record in trace.of_kind("decide"):
+    for record in trace.of_kind(kinds.DECIDE):
         steps.setdefault(record.step, {})[record.rank] = record
     ranks = {rank for decided in steps.values() for rank in decided}
     done = _Done(trace)
@@ -51,11 +51,11 @@ class _Done:
 
     def __init__(self, trace: Trace) -> None:
         self.failed = failed_steps(trace)
-        self.ended = {(r.rank, r.step) for r in trace.of_kind("step.end")}
+        self.ended = {(r.rank, r.step) for r in trace.of_kind(kinds.STEP_END)}
         self.ubatches: dict[tuple[int, int], set[int]] = {}
-        for record in trace.of_kind("ubatch.enter"):
+        for record in trace.of_kind(kinds.UBATCH_ENTER):
             self.ubatches.setdefault((record.rank, record.step), set()).add(record.ubatch)
-        self.slices = {(r.rank, r.step): r for r in trace.of_kind("slices")}
+        self.slices = {(r.rank, r.step): r for r in trace.of_kind(kinds.SLICES)}
 
 
 def _judge_by_the_rules(record: Record, config: Mapping[str, Any], found: Findings) -> None:
@@ -120,7 +120,7 @@ def _compare_graphs(trace: Trace, found: Findings) -> None:
     """In every step all ranks look up the same graph."""
     first: dict[tuple[int, int], Record] = {}
     seen: dict[tuple[int, int], int] = {}
-    for record in sorted(trace.of_kind("graph.get"), key=lambda r: (r.rank, r.id)):
+    for record in sorted(trace.of_kind(kinds.GRAPH_GET), key=lambda r: (r.rank, r.id)):
         at = seen[record.rank, record.step] = seen.get((record.rank, record.step), -1) + 1
         other = first.setdefault((record.step, at), record)
         found.checked += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 ID = "empty-ubatch"
 SENTENCE = "a rank runs a ubatch that holds no real token"
@@ -14,7 +14,7 @@ UNIT = "ubatches"
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Looks at every slice of every split step."""
     found = Findings(ID)
-    for record in trace.of_kind("slices"):
+    for record in trace.of_kind(kinds.SLICES):
         ubatches = need(record, "ubatches")
         if len(ubatches) < 2:
             continue

@@ -11,13 +11,13 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "graph-capture"
 SENTENCE = "a capture does what a capture forbids, or a graph is looked up under a key that does not name its program"
 UNIT = "captures, graphs stored and looked up, host waits and collectives"
 
-_FORBIDDEN = frozenset(("host.wait", "collective"))
+_FORBIDDEN = frozenset((kinds.HOST_WAIT, kinds.COLLECTIVE))
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
@@ -33,10 +33,10 @@ def _judge_captures(records: list[Record], found: Findings) -> None:
     opened: dict[int, Record] = {}
     for record in records:
         begun = opened.get(record.rank)
-        if record.kind == "capture.begin":
+        if record.kind == kinds.CAPTURE_BEGIN:
             found.checked += 1
             opened[record.rank] = record
-        elif record.kind == "capture.end":
+        elif record.kind == kinds.CAPTURE_END:
             opened.pop(record.rank, None)
         elif record.kind in _FORBIDDEN and not record.on_device:
             found.checked += 1
@@ -45,7 +45,7 @@ def _judge_captures(records: list[Record], found: Findings) -> None:
                 found.violate(
                     f"rank {record.rank} does a {record.kind} ({what}) while it captures {begun.name}", record, begun.id
                 )
-        elif record.kind == "error" and record.attrs.get("type") == "CaptureError":
+        elif record.kind == kinds.ERROR and record.attrs.get("type") == "CaptureError":
             opened.pop(record.rank, None)
             where = f"while it captures {begun.name}" if begun is not None else "outside a capture"
             found.violate(f"rank {record.rank} fails {where}: {record.attrs.get('message', '')}", record)
@@ -56,10 +56,10 @@ def _judge_captures(records: list[Record], found: Findings) -> None:
 def _judge_keys(records: list[Record], found: Findings) -> None:
     stored: dict[int, dict[str, Record]] = {}
     for record in records:
-        if record.kind == "graph.put":
+        if record.kind == kinds.GRAPH_PUT:
             found.checked += 1
             stored.setdefault(record.rank, {})[_text(need(record, "key"))] = record
-        elif record.kind == "graph.get":
+        elif record.kind == kinds.GRAPH_GET:
             found.checked += 1
             _judge_lookup(record, stored.get(record.rank, {}), found)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "graph-stale"
 SENTENCE = "a replayed graph uses an address or a value that it captured and that is no longer right"
@@ -25,17 +25,17 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     borrowed: dict[tuple[int, str], dict[str, Record]] = {}
     present: dict[tuple[int, str], Record] = {}
     for record in sorted(trace.records, key=lambda r: r.id):
-        if record.kind == "unbake":
+        if record.kind == kinds.UNBAKE:
             found.checked += 1
             for graph in need(record, "graphs"):
                 freed.setdefault((record.rank, graph), record)
-        elif record.kind == "bake":
+        elif record.kind == kinds.BAKE:
             found.checked += 1
             slots = borrowed.setdefault((record.rank, need(record, "graph")), {})
             slots[str(need(record, "slot"))] = record
-        elif record.kind == "reserve" and "generation" in record.attrs:
+        elif record.kind == kinds.RESERVE and "generation" in record.attrs:
             present[record.rank, str(need(record, "slot"))] = record
-        elif record.kind == "replay":
+        elif record.kind == kinds.REPLAY:
             found.checked += 1
             key = (record.rank, need(record, "graph"))
             _judge(record, freed.get(key), borrowed.get(key, {}), present, trace, found)

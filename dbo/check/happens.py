@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from dbo.trace.collector import collector_paused
 
 _Local = tuple[int, ...]
@@ -144,7 +144,7 @@ class HappensBefore:
         where = f"{first.line} of rank {first.rank}"
         until = f"{_spot(first)} on {where} and {_spot(second)} on {second.line} of rank {second.rank}"
         marker = self.next_on_line(a)
-        while marker is not None and marker.kind != "record":
+        while marker is not None and marker.kind != kinds.RECORD:
             marker = self.next_on_line(marker.id)
         if marker is None:
             return f"no event is recorded on {where} and waited for between {until}"
@@ -319,5 +319,5 @@ def _forward_edge(record: Record, id: int) -> UsageError:
 
 def _spot(record: Record) -> str:
     who = f"u{record.ubatch} " if record.ubatch >= 0 else ""
-    name = record.point if record.point and record.kind != "op" else record.name or record.point or record.kind
+    name = record.point if record.point and record.kind != kinds.OP else record.name or record.point or record.kind
     return f"{who}{name} (#{record.id})"

@@ -8,7 +8,7 @@ from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of
 from dbo.check.violation import Findings
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from dbo.trace.accesses import any_overlap
 
 ID = "hook-late"
@@ -22,7 +22,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     hooks = [hook for hook in hooks_of(trace) if hook.receives]
     readers: dict[tuple[int, int], list[Record]] = {}
     for record in trace.records:
-        if record.reads and record.on_device and record.kind not in ("recv", "transfer"):
+        if record.reads and record.on_device and record.kind not in (kinds.RECV, kinds.TRANSFER):
             readers.setdefault((record.rank, record.ubatch), []).append(record)
     for records in readers.values():
         records.sort(key=lambda r: r.id)

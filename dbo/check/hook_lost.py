@@ -5,7 +5,7 @@ from __future__ import annotations
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of, unwound_steps
 from dbo.check.violation import Findings
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 ID = "hook-lost"
 SENTENCE = "a receive hook never runs, so nobody completes the receive"
@@ -17,7 +17,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     found = Findings(ID)
     hooks, unwound = hooks_of(trace), unwound_steps(trace)
     overwritten = _overwritten(hooks)
-    left = {(r.rank, r.step, r.ubatch) for r in trace.of_kind("ubatch.exit")}
+    left = {(r.rank, r.step, r.ubatch) for r in trace.of_kind(kinds.UBATCH_EXIT)}
     complete = trace.meta.get("complete", True)
     for hook in hooks:
         record = hook.registered

@@ -6,9 +6,19 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from dbo.check.violation import need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
-_AFTER_A_HOOK = frozenset(("yield", "resume", "hook.register", "hook.run", "hook.drop", "ubatch.exit", "ubatch.enter"))
+_AFTER_A_HOOK = frozenset(
+    (
+        kinds.YIELD,
+        kinds.RESUME,
+        kinds.HOOK_REGISTER,
+        kinds.HOOK_RUN,
+        kinds.HOOK_DROP,
+        kinds.UBATCH_EXIT,
+        kinds.UBATCH_ENTER,
+    )
+)
 
 
 @dataclass
@@ -40,20 +50,20 @@ class Hook:
 def hooks_of(trace: Trace) -> list[Hook]:
     """Every registered hook of a trace, in order, with what happened to it."""
     hooks: dict[tuple[int, int, int], Hook] = {}
-    for record in trace.of_kind("hook.register"):
+    for record in trace.of_kind(kinds.HOOK_REGISTER):
         number = need(record, "hook")
         hooks[record.rank, record.step, number] = Hook(number, record)
-    for record in trace.of_kind("hook.run", "hook.drop"):
+    for record in trace.of_kind(kinds.HOOK_RUN, kinds.HOOK_DROP):
         hook = hooks.get((record.rank, record.step, need(record, "hook")))
         if hook is not None:
-            (hook.runs if record.kind == "hook.run" else hook.drops).append(record)
+            (hook.runs if record.kind == kinds.HOOK_RUN else hook.drops).append(record)
     _attach_receives(trace, list(hooks.values()))
     return list(hooks.values())
 
 
 def failed_steps(trace: Trace) -> set[tuple[int, int]]:
     """(rank, step) of every step in which something raised: its hooks may be dropped, its counts may be off."""
-    return {(record.rank, record.step) for record in trace.of_kind("error")}
+    return {(record.rank, record.step) for record in trace.of_kind(kinds.ERROR)}
 
 
 def unwound_steps(trace: Trace) -> set[tuple[int, int]]:
@@ -61,7 +71,7 @@ def unwound_steps(trace: Trace) -> set[tuple[int, int]]:
 
     A step may also fail after its ubatches have ended, for example on the numbers that a lost hook left.
     """
-    return {(r.rank, r.step) for r in trace.of_kind("error") if r.line.startswith("u")}
+    return {(r.rank, r.step) for r in trace.of_kind(kinds.ERROR) if r.line.startswith("u")}
 
 
 def _attach_receives(trace: Trace, hooks: list[Hook]) -> None:
@@ -71,7 +81,7 @@ def _attach_receives(trace: Trace, hooks: list[Hook]) -> None:
         if record.kind in _AFTER_A_HOOK:
             ends.setdefault((record.rank, record.line), []).append(record.id)
     receives: dict[tuple[int, int], list[Record]] = {}
-    for record in trace.of_kind("recv"):
+    for record in trace.of_kind(kinds.RECV):
         receives.setdefault((record.rank, record.ubatch), []).append(record)
     for records in receives.values():
         records.sort(key=lambda r: r.id)

@@ -6,13 +6,13 @@ from typing import Any
 
 from dbo.batch.coordinate import NUM_ROWS, ROW_QUERY_LEN, ROW_REAL, ROW_WANTS_FULL
 from dbo.check.violation import Findings
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 
 def judge_ladder(trace: Trace, found: Findings) -> None:
     """A step that every busy rank wants as a graph of one query length runs as one."""
     told: set[int] = set()
-    for record in trace.of_kind("decide"):
+    for record in trace.of_kind(kinds.DECIDE):
         table, decision = record.attrs.get("table", ()), record.attrs.get("decision", {})
         if len(table) != NUM_ROWS or record.step in told or not _wanted(table):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from dbo.trace.accesses import any_overlap
 
 
@@ -21,13 +21,13 @@ def judge_calls(trace: Trace, happens: HappensBefore, found: Findings) -> None:
     failed = failed_steps(trace)
     pending: dict[int, dict[int, Record]] = {}
     last: dict[int, tuple[Record, Record | None]] = {}
-    for record in sorted(trace.of_kind("send", "recv"), key=lambda r: r.id):
+    for record in sorted(trace.of_kind(kinds.SEND, kinds.RECV), key=lambda r: r.id):
         call, buffer, rank = need(record, "call"), need(record, "buffer"), record.rank
         found.checked += 1
         if buffer != call % 2:
             found.violate(f"{_call(record)} uses buffer {buffer}: call k uses buffer k mod 2", record)
         waiting = pending.setdefault(rank, {})
-        if record.kind == "recv":
+        if record.kind == kinds.RECV:
             waiting.pop(call, None)
             if rank in last and last[rank][0].attrs["call"] == call:
                 last[rank] = (last[rank][0], record)
@@ -58,10 +58,10 @@ def judge_held_results(trace: Trace, found: Findings) -> None:
     last_send: dict[int, Record] = {}
     told: set[int] = set()
     for record in sorted(trace.records, key=lambda r: r.id):
-        if record.kind == "send":
+        if record.kind == kinds.SEND:
             last_send[record.rank] = record
-        if record.kind in ("recv", "transfer"):
-            for access in record.writes if record.kind == "recv" else ():
+        if record.kind in (kinds.RECV, kinds.TRANSFER):
+            for access in record.writes if record.kind == kinds.RECV else ():
                 holds[access.buffer] = record
             continue
         for access in record.reads if last_send else ():

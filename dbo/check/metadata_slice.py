@@ -12,7 +12,7 @@ from typing import Any
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "metadata-slice"
 SENTENCE = "a field of a ubatch's metadata is not what the parent batch implies"
@@ -26,10 +26,10 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     found = Findings(ID)
     points = {
         (record.rank, record.step): record.attrs["decision"].get("split_points", ())
-        for record in trace.of_kind("decide")
+        for record in trace.of_kind(kinds.DECIDE)
         if "decision" in record.attrs
     }
-    for record in trace.of_kind("slices"):
+    for record in trace.of_kind(kinds.SLICES):
         ubatches = need(record, "ubatches")
         if len(ubatches) > 1:
             _judge(record, need(record, "parent"), ubatches, points.get((record.rank, record.step), ()), found)

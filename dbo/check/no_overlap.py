@@ -17,7 +17,7 @@ from dbo.check.ladder import judge_ladder
 from dbo.check.overlap import is_communication, measure, split_steps
 from dbo.check.violation import Findings
 from dbo.schedule import parse_schedule
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from dbo.trace.accesses import any_overlap
 
 ID = "no-overlap"
@@ -34,7 +34,7 @@ _SLACK_US = 1e-3
 _LAUNCH_US = 1.0
 """More than a host needs between what it waited for and the launch that follows."""
 
-_MARKERS = frozenset(("record", "wait", "meet", "collective"))
+_MARKERS = frozenset((kinds.RECORD, kinds.WAIT, kinds.MEET, kinds.COLLECTIVE))
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
@@ -48,7 +48,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     early = False
     for record in sorted(trace.records, key=lambda r: r.id):
         key = (record.rank, record.step)
-        if not record.on_device or record.ubatch < 0 or key not in split or record.kind in ("record", "wait"):
+        if not record.on_device or record.ubatch < 0 or key not in split or record.kind in (kinds.RECORD, kinds.WAIT):
             continue
         travels = _travels(record)
         producer = last.get((*key, record.ubatch, not travels))
@@ -68,7 +68,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
         _add(cases, found)
     # Without either of these a small share is the schedule's own: exchanges queue behind each other, and a host waits
     # for counts, both of which the ideal share leaves out.
-    drained = any(not r.attrs["declared"] and (r.rank, r.step) in split for r in trace.of_kind("host.wait"))
+    drained = any(not r.attrs["declared"] and (r.rank, r.step) in split for r in trace.of_kind(kinds.HOST_WAIT))
     held_up = drained or any(_is_held_up(record, happens) for record in travelling)
     if held_up and not (late or early or failed):
         _judge_share(trace, happens, found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 ID = "numeric"
 SENTENCE = "a result differs from its reference by more than it may"
@@ -18,7 +18,7 @@ UNIT = "comparisons with a reference"
 def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Each comparison by itself; an error that is not a number is too large."""
     found = Findings(ID)
-    for record in trace.of_kind("numeric"):
+    for record in trace.of_kind(kinds.NUMERIC):
         if "varied" in record.attrs:
             continue
         found.checked += 1

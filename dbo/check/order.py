@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from dbo.check.overlap import split_steps
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 SEED_ORDER: tuple[str, ...] = tuple(
     "D1.send A0_0 A1_0 D1.recv D0.send MLP1 D0.recv C1.send S1 MLP0 C1.recv C0.send S0 A0_1 A1_1 C0.recv".split()
 )
 """`mlp_shared_overlap` as it was asked for; there ubatch 1 leads, in our ring ubatch 0 does."""
 
-_MARKERS = frozenset(("record", "wait", "alloc", "free", "blocked"))
+_MARKERS = frozenset((kinds.RECORD, kinds.WAIT, kinds.FREE, kinds.BLOCKED))
 _LABEL = re.compile(r"^(A\d+_|[A-Za-z]+)(\d+)((?:\..*)?)$")
 
 

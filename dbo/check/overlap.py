@@ -11,13 +11,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from dbo.check.happens import HappensBefore
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
-_EXCHANGES = frozenset(("collective", "exchange", "send", "recv", "transfer"))
+_EXCHANGES = frozenset((kinds.COLLECTIVE, kinds.EXCHANGE, kinds.SEND, kinds.RECV, kinds.TRANSFER))
 
 # What keeps the compute stream busy and may hide communication. An exchange there (of a DCP group, in attention) is a step
 # of its ubatch's own work, beside which the other ubatch's dispatch or combine is as well hidden as beside a product.
-_WORK = frozenset(("op", "exchange"))
+_WORK = frozenset((kinds.OP, kinds.EXCHANGE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Overlap:
 
 def is_communication(record: Record) -> bool:
     """Bytes between ranks under way beside the compute stream."""
-    return record.kind == "transfer" or (record.line in ("comm", "net") and record.kind in _EXCHANGES)
+    return record.kind == kinds.TRANSFER or (record.line in ("comm", "net") and record.kind in _EXCHANGES)
 
 
 def split_steps(trace: Trace) -> set[tuple[int, int]]:
     """(rank, step) in which at least two ubatches ran; runs of the capture phase (steps below -1) are left out."""
     ubatches: dict[tuple[int, int], set[int]] = defaultdict(set)
     for record in trace.records:
-        if record.ubatch >= 0 and record.step >= -1 and (record.kind == "ubatch.enter" or record.on_device):
+        if record.ubatch >= 0 and record.step >= -1 and (record.kind == kinds.UBATCH_ENTER or record.on_device):
             ubatches[record.rank, record.step].add(record.ubatch)
     return {key for key, found in ubatches.items() if len(found) > 1}
 
@@ -153,7 +153,7 @@ class _Row:
     def last_work_before(self, record: Record) -> int:
         """Id of the last work here that was issued before `record`; the record's own id when there is none."""
         for earlier in reversed(self._all[: bisect_left(self._ids, record.id)]):
-            if earlier.kind not in ("record", "wait"):
+            if earlier.kind not in (kinds.RECORD, kinds.WAIT):
                 return earlier.id
         return record.id
 

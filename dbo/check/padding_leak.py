@@ -7,7 +7,7 @@ from typing import Any
 from dbo.batch.coordinate import NUM_ROWS, ROW_PADDED
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "padding-leak"
 SENTENCE = "padding rows take part where only real rows may"
@@ -22,15 +22,15 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """
     found = Findings(ID)
     for record in trace.records:
-        if record.kind == "send" and need(record, "op") == "dispatch":
+        if record.kind == kinds.SEND and need(record, "op") == "dispatch":
             _judge_rows(record, need(record, "rows"), need(record, "real"), found)
-        elif record.kind != "send" and record.point == "D.send" and {"rows", "real"} <= record.attrs.keys():
+        elif record.kind != kinds.SEND and record.point == "D.send" and {"rows", "real"} <= record.attrs.keys():
             _judge_rows(record, record.attrs["rows"], record.attrs["real"], found)
-        elif record.kind == "decide":
+        elif record.kind == kinds.DECIDE:
             _judge_need(record, found)
-        elif record.kind == "numeric" and record.attrs.get("varied") == "padding":
+        elif record.kind == kinds.NUMERIC and record.attrs.get("varied") == "padding":
             _judge_influence(record, found)
-        elif record.kind == "slices":
+        elif record.kind == kinds.SLICES:
             block_size = _block_size(record, trace)
             _judge_slots(record, -1, need(record, "parent"), block_size, found)
             for index, ubatch in enumerate(need(record, "ubatches")):

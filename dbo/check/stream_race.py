@@ -14,7 +14,7 @@ from dbo.check.happens import HappensBefore
 from dbo.check.hooks import unwound_steps
 from dbo.check.phases import in_phases
 from dbo.check.violation import Findings
-from dbo.trace import Access, BufferInfo, Record, Trace
+from dbo.trace import Access, BufferInfo, Record, Trace, kinds
 from dbo.trace.accesses import overlaps
 
 ID = "stream-race"
@@ -100,7 +100,7 @@ def _races(uses: Iterable[_Use], happens: HappensBefore) -> Iterator[tuple[_Use,
 
 def _is_discarded(first: _Use, second: _Use, unwound: set[tuple[int, int]]) -> bool:
     """A read beside the end of its storage in a step that an error ends: nobody uses what was read."""
-    ends = [use.record for use in (first, second) if use.record.kind == "free"]
+    ends = [use.record for use in (first, second) if use.record.kind == kinds.FREE]
     reads = not (first.writes and second.writes)
     return reads and any((record.rank, record.step) in unwound for record in ends)
 

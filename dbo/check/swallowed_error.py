@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "swallowed-error"
 SENTENCE = "an error does not end its step with that error, or a step returns a short batch"
@@ -22,8 +22,8 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     """Judges each step's end by its first error, its rows and its threads."""
     found = Findings(ID)
     first: dict[tuple[int, int], Record] = {}
-    ends = {(record.rank, record.step): record for record in trace.of_kind("step.end")}
-    for record in sorted(trace.of_kind("error"), key=lambda r: r.id):
+    ends = {(record.rank, record.step): record for record in trace.of_kind(kinds.STEP_END)}
+    for record in sorted(trace.of_kind(kinds.ERROR), key=lambda r: r.id):
         key = record.rank, record.step
         if record.attrs.get("type") in JUDGED_ELSEWHERE or (not _on_ubatch_line(record) and key not in ends):
             continue  # what is no runner's step has no end that could be missed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "two-awake"
 SENTENCE = "two ubatches of a rank can run at once, since nothing puts one's hand-off before the other's start"
@@ -24,9 +24,9 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     found = Findings(ID)
     last: dict[int, _Turn] = {}
     open_turns: dict[tuple[int, int], _Turn] = {}
-    for record in trace.of_kind("ubatch.enter", "resume", "yield", "ubatch.exit"):
+    for record in trace.of_kind(kinds.UBATCH_ENTER, kinds.RESUME, kinds.YIELD, kinds.UBATCH_EXIT):
         key = (record.rank, record.ubatch)
-        if record.kind in ("yield", "ubatch.exit"):
+        if record.kind in (kinds.YIELD, kinds.UBATCH_EXIT):
             turn = open_turns.pop(key, None)
             if turn is not None:
                 turn.end = record

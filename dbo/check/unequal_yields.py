@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dbo.check.happens import HappensBefore
 from dbo.check.stuck_yields import yields_due
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "unequal-yields"
 SENTENCE = "a ubatch yields another number of times than its schedule declares"
@@ -23,11 +23,11 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     counts: Counter[tuple[int, int, int]] = Counter()
     enters: dict[tuple[int, int, int], Record] = {}
     exits: dict[tuple[int, int, int], Record] = {}
-    for record in trace.of_kind("ubatch.enter", "yield", "ubatch.exit"):
+    for record in trace.of_kind(kinds.UBATCH_ENTER, kinds.YIELD, kinds.UBATCH_EXIT):
         key = (record.rank, record.step, record.ubatch)
-        if record.kind == "yield":
+        if record.kind == kinds.YIELD:
             counts[key] += 1
-        elif record.kind == "ubatch.enter":
+        elif record.kind == kinds.UBATCH_ENTER:
             enters[key] = record
         else:
             exits[key] = record
@@ -56,7 +56,7 @@ def _judge_stuck(
     trace: Trace, counts: Counter[_Key], enters: dict[_Key, Record], exits: dict[_Key, Record], found: Findings
 ) -> None:
     """Ubatches that never left their step."""
-    blocked = {(r.rank, r.step, r.ubatch): r for r in trace.of_kind("blocked") if r.line == f"u{r.ubatch}"}
+    blocked = {(r.rank, r.step, r.ubatch): r for r in trace.of_kind(kinds.BLOCKED) if r.line == f"u{r.ubatch}"}
     for key in sorted(enters.keys() - exits.keys()):
         record = enters[key]
         peers = [r.attrs["declared_yields"] for k, r in exits.items() if k[:2] == key[:2] and not r.attrs.get("error")]

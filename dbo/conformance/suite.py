@@ -20,6 +20,7 @@ import numpy as np
 
 from dbo.check import HappensBefore
 from dbo.errors import DBOError, RingError
+from dbo.trace import kinds
 
 
 class Launched(Protocol):
@@ -319,7 +320,7 @@ def _guarded(name: str, judge: Callable[[], None]) -> Result:
 def _trace_is_ordered(launched: Launched) -> None:
     """Every edge points backwards, and what a baton or a barrier orders is ordered in the trace."""
     happens = HappensBefore(launched.trace)
-    barriers = [r for r in launched.trace.of_kind("barrier") if r.rank == 0 and r.name == "all"]
+    barriers = [r for r in launched.trace.of_kind(kinds.BARRIER) if r.rank == 0 and r.name == "all"]
     require(len(barriers) == 3, f"three parties came: {len(barriers)} barrier records")
     following = [happens.next_on_line(r.id) for r in barriers if r.line == "main"]
     after = following[0]
@@ -327,9 +328,9 @@ def _trace_is_ordered(launched: Launched) -> None:
     if after is not None:
         unordered = [r.id for r in barriers if not happens.ordered(r.id, after.id)]
         require(not unordered, f"all arrivals come before what follows the barrier: {unordered}")
-    meets = [r for r in launched.trace.of_kind("meet") if r.attrs["group"] == "dp.cpu"]
+    meets = [r for r in launched.trace.of_kind(kinds.MEET) if r.attrs["group"] == "dp.cpu"]
     require(bool(meets), "host collectives leave a meeting in the trace")
-    members = [r for r in launched.trace.of_kind("collective") if r.attrs["group"] == "dp.cpu"]
+    members = [r for r in launched.trace.of_kind(kinds.COLLECTIVE) if r.attrs["group"] == "dp.cpu"]
     for meet in meets:
         came = [m for m in members if m.attrs["index"] == meet.attrs["index"]]
         require(all(happens.ordered(m.id, meet.id) for m in came), f"members come before their meeting: {meet.name}")
@@ -342,7 +343,7 @@ def _error_hangs_nobody(launched: Launched) -> None:
 
 def _absence_is_named(launched: Launched) -> None:
     require(launched.deadlocked, "the run is ended and reported as stuck")
-    blocked = [r for r in launched.trace.of_kind("blocked") if r.rank == 0]
+    blocked = [r for r in launched.trace.of_kind(kinds.BLOCKED) if r.rank == 0]
     require(bool(blocked), "rank 0 is reported as blocked")
     missing = [tuple(r.attrs["waits_for"].get("missing", ())) for r in blocked]
     require((1,) in missing, f"the report names the missing rank: {missing}")

@@ -26,6 +26,7 @@ import torch
 
 from dbo.contract.world import Recorder
 from dbo.errors import WorkspaceError
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import get_forward_context
 
 ALIGNMENT_BYTES = 256
@@ -125,18 +126,18 @@ class WorkspaceManager:
                 slot=tuple(slot),
             )
         raw = self._slot_storage(slot, _total_bytes(specs), caller)
-        self._tell("use", slot, size=[_padded_bytes(spec) for spec in specs])
+        self._tell(kinds.USE, slot, size=[_padded_bytes(spec) for spec in specs])
         if self._capture is not None:
             graph, staging, _ = self._capture
             staging.borrowed[slot] = self._slots[slot].generation
-            self._tell("bake", slot, graph=str(graph), generation=staging.borrowed[slot])
+            self._tell(kinds.BAKE, slot, graph=str(graph), generation=staging.borrowed[slot])
         return _carve(raw, specs)
 
     def lock(self) -> None:
         """Refuse growth from now on. Called once, after warm-up with the largest batch."""
         self._locked = True
         if self._recorder is not None:
-            self._recorder.host("lock", what="workspace")
+            self._recorder.host(kinds.LOCK, what="workspace")
 
     def generation(self, slot: Slot) -> int:
         """How often the slot was allocated; an address taken at another generation is stale."""
@@ -212,7 +213,7 @@ class WorkspaceManager:
         self.allocations += 1
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._slots[slot] = _Storage(raw, 1 if present is None else present.generation + 1)
-        self._tell("reserve", slot, size=nbytes, generation=self._slots[slot].generation)
+        self._tell(kinds.RESERVE, slot, size=nbytes, generation=self._slots[slot].generation)
         return raw
 
     def _tell(self, kind: str, slot: Slot, **attrs: Any) -> None:

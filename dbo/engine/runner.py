@@ -26,6 +26,7 @@ from dbo.engine.sampling import sample
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import UBatchError, Unwinding
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import ForwardContext, SerialPlayer, override_forward_context
 from dbo.ubatching.graphs import graph_key
 
@@ -106,7 +107,7 @@ class GPUModelRunner:
         if self.program.skips_step(step):
             return StepOutcome(step=step)
         batch = self.scheduler.schedule()
-        self.world.trace.host("step.begin", tokens=batch.num_tokens, requests=len(batch.requests))
+        self.world.trace.host(kinds.STEP_BEGIN, tokens=batch.num_tokens, requests=len(batch.requests))
         try:
             outcome = self._run(step, batch)
         except Unwinding:
@@ -115,7 +116,7 @@ class GPUModelRunner:
             return self._failed(step, error)
         self.world.in_ubatch(-1, step=step)
         self.world.trace.host(
-            "step.end",
+            kinds.STEP_END,
             status="idle" if batch.is_idle else "ok",
             error="",
             rows=len(outcome.tokens),
@@ -128,9 +129,9 @@ class GPUModelRunner:
         self.world.in_ubatch(-1, step=step)
         first = error.__cause__ if isinstance(error, UBatchError) and error.__cause__ is not None else error
         if first is error:  # the ring has not recorded it
-            self.world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
+            self.world.trace.host(kinds.ERROR, type(error).__name__, type=type(error).__name__, message=str(error))
         self.world.trace.host(
-            "step.end",
+            kinds.STEP_END,
             status="error",
             error=type(first).__name__,
             rows=0,
@@ -149,7 +150,9 @@ class GPUModelRunner:
         table = self.program.exchange(self.world.control, column)
         decision: Decision = self.program.decide(table, self.config)
         if self.world.trace.keeps:
-            self.world.trace.host("decide", column=column.to_dict(), table=table.tolist(), decision=decision.to_dict())
+            self.world.trace.host(
+                kinds.DECIDE, column=column.to_dict(), table=table.tolist(), decision=decision.to_dict()
+            )
         if decision.all_idle:
             return StepOutcome(step=step, decision=decision, column=column)
         inputs = self._inputs(batch, decision)
@@ -213,9 +216,9 @@ class GPUModelRunner:
             dcp_size=self._dcp_size,
         )
         parts = [plan] if padded is None else [self.program.slice_plan(plan, piece) for piece in padded]
-        self.world.trace.host("use", what="rows", slot="forward", size=max(p.num_tokens_padded for p in parts))
+        self.world.trace.host(kinds.USE, what="rows", slot="forward", size=max(p.num_tokens_padded for p in parts))
         if padded is not None and self.world.trace.keeps:
-            self.world.trace.host("slices", parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
+            self.world.trace.host(kinds.SLICES, parent=plan.to_dict(), ubatches=[p.to_dict() for p in parts])
         if decision.cudagraph_mode == "FULL":
             query_len = decision.uniform_query_len
             context.graph_key = graph_key(

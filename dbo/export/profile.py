@@ -27,7 +27,7 @@ from typing import Any
 
 from dbo.errors import UsageError
 from dbo.export.chrome import read_trace
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 Event = dict[str, Any]
 
@@ -230,7 +230,7 @@ class _File:
         for event in events:
             place = place_of(str(event["name"])) if event.get("cat") in _HOST_RANGES else None
             if place is not None:
-                item = self._add(event, line="", kind="point", name=place.point, place=place)
+                item = self._add(event, line="", kind=kinds.POINT, name=place.point, place=place)
                 self._threads[event["tid"]].ranges.append((item.t_us, item.t_us + item.dur_us, item))
         for thread in self._threads.values():
             thread.close()
@@ -277,7 +277,7 @@ class _File:
             item = self._add(
                 event,
                 line=lines[_stream(event)],
-                kind="exchange" if moves_bytes(name) else "op",
+                kind=kinds.EXCHANGE if moves_bytes(name) else kinds.OP,
                 name=name,
                 place=around.place if around else None,
                 issued_us=None if launch is None else self._time(launch),
@@ -322,7 +322,7 @@ class _File:
             item = self._add(
                 event,
                 line="comm" if beside else "compute",
-                kind="exchange" if between else "op",
+                kind=kinds.EXCHANGE if between else kinds.OP,
                 name=name,
                 place=around.place,
             )

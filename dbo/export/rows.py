@@ -8,7 +8,7 @@ from itertools import groupby
 
 from dbo.check.order import steady_window
 from dbo.check.overlap import is_communication
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
@@ -70,7 +70,7 @@ def _column(line: str) -> tuple[int, str]:
 
 def _cell(record: Record) -> str:
     """What happened, in one column's words."""
-    name = record.point if record.kind == "point" else record.name or record.kind
+    name = record.point if record.kind == kinds.POINT else record.name or record.kind
     who = f" u{record.ubatch}" if record.on_device and record.ubatch >= 0 else ""
     layer = f" L{record.layer}" if record.layer >= 0 else ""
     mark = {"record": "record ", "wait": "wait "}.get(record.kind, "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dbo.check.order import steady_window
 from dbo.check.overlap import is_communication, split_steps
 from dbo.errors import UsageError
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 _BLINK_US = 0.5
 """A gap between two kernels that is not worth a mark."""
@@ -73,7 +73,7 @@ def window(trace: Trace, *, rank: int = 0, step: int | None = None, layer: int |
     comp = _bars([r for r in seen if r.line == "compute"], start_us, end_us)
     comm = _bars([r for r in seen if is_communication(r)], start_us, end_us)
     # As in `dbo.check.overlap`: the halves of an exchange that run on the compute stream hide nothing.
-    busy = _union(_bars([r for r in seen if r.line == "compute" and r.kind == "op"], start_us, end_us))
+    busy = _union(_bars([r for r in seen if r.line == "compute" and r.kind == kinds.OP], start_us, end_us))
     return Window(
         rank=rank,
         step=step,

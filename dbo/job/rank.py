@@ -29,6 +29,7 @@ from dbo.moe.nccl import NcclPrepareAndFinalize
 from dbo.moe.side_stream import SideStream
 from dbo.moe.symm_copy import NEARLY_ALL, SymmCopyPrepareAndFinalize, share_needed
 from dbo.schedule import Schedule
+from dbo.trace import kinds
 from dbo.ubatching.wrapper import UBatchWrapper
 
 
@@ -152,7 +153,7 @@ def start_rank(world: World, job: RankJob) -> GPUModelRunner:
     agree_on_config(world, job.config, program)
     runner = build_runner(world, job, program)
     profiled = max(rows for shape in program.profile(job.config) for rows in shape)
-    world.trace.host("reserve", what="rows", slot="forward", size=profiled)
+    world.trace.host(kinds.RESERVE, what="rows", slot="forward", size=profiled)
     runner.capture_graphs()
     return runner
 
@@ -160,7 +161,7 @@ def start_rank(world: World, job: RankJob) -> GPUModelRunner:
 def agree_on_config(world: World, config: DBOConfig, program: Program) -> None:
     """Gather every rank's effective configuration once; any difference stops every rank."""
     mine = program.effective_config(effective(config))
-    world.trace.host("config", config=mine)
+    world.trace.host(kinds.CONFIG, config=mine)
     compare_configs(world.control.all_gather_object(mine))
 
 

@@ -17,7 +17,7 @@ from dbo.errors import PeerFailed, UsageError
 from dbo.job.compare import TOLERANCES, Comparison, Request, compare
 from dbo.job.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.job.types import Progress, Reference
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 
 def reference_of(
@@ -74,7 +74,7 @@ def note_reference(trace: Trace, reference: Reference, dtype: str) -> None:
     far = math.inf if error is None or (close and not reference.tokens_equal) else error
     attrs = {"error": far, "limit": TOLERANCES[dtype], "reference": "the same requests, unsplit on one rank"}
     last = max((record.id for record in trace.records), default=-1)
-    trace.records.append(Record(id=last + 1, rank=0, line="main", kind="numeric", name="logits", attrs=attrs))
+    trace.records.append(Record(id=last + 1, rank=0, line="main", kind=kinds.NUMERIC, name="logits", attrs=attrs))
 
 
 def compare_peers(

@@ -17,7 +17,7 @@ from dbo.export.rows import layer_spans
 from dbo.job.reference import steady_order_of
 from dbo.job.types import CheckRequest, CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
 from dbo.schedule import Schedule
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 
 def step_reports(outcomes: Sequence[Sequence[StepOutcome]]) -> tuple[StepReport, ...]:
@@ -141,4 +141,4 @@ def _steady_layer(trace: Trace) -> SteadyLayer:
 
 def forced_drains(trace: Trace) -> int:
     """Host waits for a device line that the program did not declare."""
-    return sum(not r.attrs["declared"] for r in trace.of_kind("host.wait"))
+    return sum(not r.attrs["declared"] for r in trace.of_kind(kinds.HOST_WAIT))

@@ -8,49 +8,7 @@ computes happens-before. A record lies on one **line** of one rank and follows t
 
 and it follows every record named in `after`. A record of rank -1 (`meet`) lies on no line: it has only `after`.
 
-Record kinds (attrs in braces):
-
-    config          {config: {...}}                        one a rank, at start: its effective configuration
-    step.begin      {tokens, requests}
-    decide          {column: {...}, table: [[...]], decision: {...}}    what this rank contributed, saw and decided
-    slices          {parent: {...}, ubatches: [{...}]}     the batch plan and its slices, field by field (integers)
-    step.end        {status: "ok"|"error"|"idle", error, rows, expected_rows, live_threads}
-    ubatch.enter    {}                                     the context holds the baton for the first time
-    ubatch.exit     {yields, declared_yields, played_yields, error, hook_pending}      the context has left the ring
-    yield           {to, index}                            the baton is passed on (ubatch `to` comes next)
-    resume          {index}                                … and has come back
-    barrier         {name}                                 one party arrives
-    join            {}                                     the step's starter has waited for all ubatch threads
-    hook.register   {hook, owner, holder}                  hook is an integer, unique in the rank
-    hook.run        {hook, owner, runner}
-    hook.drop       {hook, owner}                          dropped while unwinding an error
-    point           {}                                     the host reaches point `point` of layer `layer`
-    error           {type, message}                        raised on this line
-    recover         {epoch}                                after a failed step: this rank's devices have run dry
-    host.wait       {why, declared}                        the host waited for a device line; forced when not declared
-    op              {}                                     a device operation
-    record, wait    {event}                                an event recorded on / waited for by a stream (a marker)
-    collective      {group, index, op, shape, dtype, tag, ranks}        one member comes to a collective (no duration)
-    meet            {group, index}                         all members have come; rank -1, ordered by `after` alone
-    exchange        {group, index, op}                     the collective's bytes move (device collectives only)
-    send, recv      {call, buffer, op}                     halves of an all-to-all that has them (op: dispatch|combine)
-    transfer        {call, op, dst}                        bytes under way on line "net"
-    free            {buffer}                               a storage used on several streams ends; counts as a write of all
-                                                           of it on its home stream (its bytes may be handed out again)
-    capture.begin, capture.end, replay      {graph, calls} a graph is captured, and launched; a replay may carry `baked`
-                                                           and `live`: {name: value} as captured, as it has to be now
-    graph.put, graph.get    {key, program}                 a graph is stored under a key, and looked for; `program`
-                                                           (optional) says what is launched, whatever the key says
-    bake            {graph, slot, generation}              a graph captures memory that it borrows from a workspace slot
-    unbake          {buffer, graphs}                       a buffer that live graphs captured is freed
-    reserve, use    {what, slot, size}                     memory or rows reserved up to a size (growable memory: also
-                                                           `generation`), and used; a list of sizes is alive together
-    lock            {what}                                 no reservation of `what` grows from here on
-    signal.set, signal.clear    {cell, round}              a flag that a peer waits for is set, and cleared
-    signal.wait     {cell, round, found}                   which round a wait is for, and which one satisfied it
-    numeric         {error, limit, reference}              a result (`name`) compared with its reference;
-                                                           varied="padding" when only what padding rows hold differed
-    blocked         {waits_for: {...}}                     at the end only: this line can never go on (deadlock)
+Every kind of record, who writes it and what it carries, is a value in `dbo.trace.kinds`.
 
 Device records of kernels that need SMs all at once carry `sms`; those that keep them until their peers run also
 `holds_until_peers`, `group` and `index`. Members of an all-to-all carry `sends` and `receives` (rows, by peer).
@@ -68,11 +26,6 @@ from typing import Any, NamedTuple
 
 SCHEMA = "dbo.trace/1"
 
-HOST_KINDS = frozenset(
-    "config step.begin decide slices step.end ubatch.enter ubatch.exit yield resume join barrier hook.register hook.run "
-    "hook.drop point error recover host.wait capture.begin capture.end replay graph.put graph.get unbake bake "
-    "reserve use lock signal.set signal.clear signal.wait numeric".split()
-)
 DEVICE_LINES = ("compute", "comm", "side", "net")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from dbo.config import DBOConfig
 from dbo.contract.world import World
 from dbo.errors import CaptureError
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import ForwardContext
 
 
@@ -105,7 +106,7 @@ class StepGraphs:
         graph = self.world.new_graph(str(key))
         with self.staging(str(key)), graph.capture():
             output = run()
-        self._tell("graph.put", context)
+        self._tell(kinds.GRAPH_PUT, context)
         metadata = [context.attn_metadata] if context.ubatch_slices is None else list(context.ubatch_metadata or ())
         self.steps[key] = CapturedStep(graph=graph, arguments=dict(arguments), metadata=metadata, output=output)
 
@@ -121,7 +122,7 @@ class StepGraphs:
             CaptureError: no graph was captured for the key.
         """
         key = context.graph_key
-        self._tell("graph.get", context)
+        self._tell(kinds.GRAPH_GET, context)
         step = self.steps.get(key)
         if step is None:
             rule = "a step that all ranks run as a graph has been captured"

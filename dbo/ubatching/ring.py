@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from dbo.contract.world import Barrier, Event, Stream, World
 from dbo.errors import RingError, Unwinding
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import ForwardContext, set_forward_context
 
 P = ParamSpec("P")
@@ -52,7 +53,7 @@ class Ring:
         if self.error is None:
             self.error = error
             self.error_ubatch = ubatch
-            self.world.trace.host("error", type(error).__name__, type=type(error).__name__, message=str(error))
+            self.world.trace.host(kinds.ERROR, type(error).__name__, type=type(error).__name__, message=str(error))
 
     def next_in_ring(self, index: int) -> UBatchContext:
         """The context after `index` that has not left; `index`'s own when it is the last one."""
@@ -104,7 +105,7 @@ class UBatchContext:
         except BaseException as error:
             self._leave(type(error).__name__)
             raise
-        world.trace.host("ubatch.enter")
+        world.trace.host(kinds.UBATCH_ENTER)
         set_forward_context(self.forward_context)
         world.set_stream(self.compute_stream)
         return self
@@ -126,9 +127,9 @@ class UBatchContext:
         self.left = True
         pending, self.recv_hook = self.recv_hook, None
         if pending is not None:
-            world.trace.host("hook.drop", hook=pending[0], owner=pending[1])
+            world.trace.host(kinds.HOOK_DROP, hook=pending[0], owner=pending[1])
         world.trace.host(
-            "ubatch.exit",
+            kinds.UBATCH_EXIT,
             yields=self.yields,
             declared_yields=self.declared_yields,
             played_yields=self.played_yields,
@@ -163,10 +164,10 @@ class UBatchContext:
         if following is self:
             return
         stream = world.current_stream()
-        world.trace.host("yield", to=following.index, index=index)
+        world.trace.host(kinds.YIELD, to=following.index, index=index)
         following.baton.give()
         self.baton.take()
-        world.trace.host("resume", index=index)
+        world.trace.host(kinds.RESUME, index=index)
         self._check_cancelled()
         set_forward_context(self.forward_context)
         world.set_stream(stream)
@@ -215,7 +216,7 @@ class UBatchContext:
         contexts = self.ring.contexts
         aimed = contexts[(self.index + 1) % len(contexts)]
         holder = self if aimed.left else aimed  # not the one after it: that one may hold a hook of its own predecessor
-        world.trace.host("hook.register", hook=number, owner=self.index, holder=holder.index)
+        world.trace.host(kinds.HOOK_REGISTER, hook=number, owner=self.index, holder=holder.index)
         entry = (number, self.index, hook, tags)
         if holder is self:
             self._run(entry)
@@ -241,7 +242,7 @@ class UBatchContext:
         world = self.ring.world
         mine = world.tags()
         owner_token = _hook_owner.set(owner)
-        world.trace.host("hook.run", hook=number, owner=owner, runner=self.index)
+        world.trace.host(kinds.HOOK_RUN, hook=number, owner=owner, runner=self.index)
         world.restore_tags(tags)
         try:
             hook()

@@ -15,6 +15,7 @@ from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
 from dbo.engine.components import Program
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding
 from dbo.schedule import Schedule
+from dbo.trace import kinds
 from dbo.ubatching.forward_context import ForwardContext, get_forward_context, override_forward_context
 from dbo.ubatching.graphs import StepGraphs
 from dbo.ubatching.ring import Ring, UBatchContext, make_ubatch_contexts
@@ -162,7 +163,7 @@ class UBatchWrapper:
             contexts[0].start()
         for worker in workers:
             worker.join()
-        self.world.trace.host("join")
+        self.world.trace.host(kinds.JOIN)
         if ring.error is not None:
             raise UBatchError(rank=self.world.rank, ubatch=ring.error_ubatch, cause=ring.error)
         return outputs

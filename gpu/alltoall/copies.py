@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.moe.symm_copy import Channel, Table
+from dbo.trace import kinds
 from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def exchange_counts(world: GpuWorld, process_group: Any, counts: torch.Tensor, c
     recorder.goes_on()
     recorder.end_visit(recorder.task)
     why = {"why": "receive counts of symm_copy", "declared": True}
-    recorder.on_line("host.wait", world.current_stream().name, why)
+    recorder.on_line(kinds.HOST_WAIT, world.current_stream().name, why)
     return [row.tolist() for row in table]
 
 
@@ -41,7 +42,7 @@ def sending(world: GpuWorld, channel: Channel) -> Iterator[int]:
     recorder, op = world.trace, channel[1]
     index = world.next_index(NAME)
     recorder.came(NAME, index, op)
-    recorder.timed_device("transfer", f"{op}.copy", attrs={"group": NAME, "index": index, "op": op, "sms": 0})
+    recorder.timed_device(kinds.TRANSFER, f"{op}.copy", attrs={"group": NAME, "index": index, "op": op, "sms": 0})
     yield index
     recorder.end_visit(recorder.task)
 
@@ -49,4 +50,4 @@ def sending(world: GpuWorld, channel: Channel) -> Iterator[int]:
 def arrives(world: GpuWorld, op: str, index: int) -> None:
     """Write into the trace that the current stream waits for the signals of all peers."""
     name = f"{op}.signals"
-    world.trace.device("wait", name, attrs={"event": name}, after=(world.trace.meet_reference(NAME, index),))
+    world.trace.device(kinds.WAIT, name, attrs={"event": name}, after=(world.trace.meet_reference(NAME, index),))

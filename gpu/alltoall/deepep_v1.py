@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo.errors import ConfigError, NotAvailable
+from dbo.trace import kinds
 from gpu.group import Exchanges
 from gpu.probe import DEEPEP_V1, deep_ep_version
 
@@ -146,7 +147,7 @@ class DeepEPLowLatency:
         call = self.world.next_index(LOW_LATENCY)
         recorder.came(LOW_LATENCY, call, op)
         attrs = {"call": call, "buffer": call % 2, "op": op, "real": recorder.task.real_tokens}
-        record = recorder.timed_device("send", f"{op}.send", attrs=attrs)
+        record = recorder.timed_device(kinds.SEND, f"{op}.send", attrs=attrs)
         if recorder.keeps:
             recorder.later(record, "rows", (topk_idx >= 0).any(-1).sum())
         return call
@@ -156,7 +157,7 @@ class DeepEPLowLatency:
 
         def receive() -> None:
             recorder.timed_device(
-                "recv",
+                kinds.RECV,
                 f"{op}.recv",
                 attrs={"call": call, "buffer": call % 2, "op": op},
                 after=(recorder.meet_reference(LOW_LATENCY, call),),

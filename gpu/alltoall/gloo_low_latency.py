@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbo.errors import NotAvailable
+from dbo.trace import kinds
 from gpu.watch import flight_recorder as board
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class GlooLowLatency:
         world, recorder = self.world, self.world.trace
         call = world.next_index(NAME)
         place = {"call": call, "buffer": call % 2, "op": op}
-        recorder.device("send", f"{op}.send", attrs={**place, **attrs})
+        recorder.device(kinds.SEND, f"{op}.send", attrs={**place, **attrs})
         recorder.came(NAME, call, op)
         received: list[torch.Tensor] = []
         works = []
@@ -132,7 +133,7 @@ class GlooLowLatency:
                     work.wait()
             recorder.goes_on()
             recorder.device(
-                "recv",
+                kinds.RECV,
                 f"{op}.recv",
                 attrs=place,
                 after=(recorder.meet_reference(NAME, call),),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dbo.check.happens import HappensBefore
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 SIDE = "side"
 """Shared experts on the side stream, in the place of a point: from A1 of a layer to the A0 of the next one."""
@@ -32,7 +32,7 @@ CONSUMERS: dict[str, tuple[str, ...]] = {
 CLOCK_SLACK_US = 2.0
 """Two events on one device are recorded with this precision; between two streams nothing finer can be told."""
 
-_MARKERS = frozenset(("record", "wait", "collective"))
+_MARKERS = frozenset((kinds.RECORD, kinds.WAIT, kinds.COLLECTIVE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +113,12 @@ def device_order(trace: Trace) -> Trace:
 
     That a host launches one thing after another orders nothing on two streams.
     """
-    kinds = {record.id: record for record in trace.records}
+    by_id = {record.id: record for record in trace.records}
 
     def kept(record: Record) -> tuple[int, ...]:
         if not record.on_device:
             return record.after
-        return tuple(id for id in record.after if kinds[id].on_device or kinds[id].kind == "meet")
+        return tuple(id for id in record.after if by_id[id].on_device or by_id[id].kind == kinds.MEET)
 
     records = [
         Record(r.id, r.rank, r.line, r.kind, r.name, r.t_us, r.dur_us, r.step, r.layer, r.ubatch, r.point, kept(r))
@@ -129,10 +129,10 @@ def device_order(trace: Trace) -> Trace:
 
 def _late_events(trace: Trace, happens: HappensBefore) -> Iterator[Problem | None]:
     """For each event that another stream waits for: whether the last work before it is the recorder's own."""
-    for wait in trace.of_kind("wait"):
+    for wait in trace.of_kind(kinds.WAIT):
         if wait.ubatch < 0:
             continue
-        marker = next((happens.record(id) for id in wait.after if happens.record(id).kind == "record"), None)
+        marker = next((happens.record(id) for id in wait.after if happens.record(id).kind == kinds.RECORD), None)
         if marker is None or marker.rank != wait.rank or marker.line == wait.line:
             continue
         work = happens.previous_on_line(marker.id)

@@ -14,6 +14,7 @@ from typing import Any
 import greenlet
 
 from dbo.errors import RingError
+from dbo.trace import kinds
 from gpu.host.workers import Host, Worker
 from gpu.record.recorder import HostTask, Recorder
 from gpu.watch import flight_recorder as board
@@ -105,7 +106,7 @@ class GreenletBarrier:
         """
         self._refuse_when_aborted()
         task = self._hub.recorder.task
-        self._arrived.append((task, self._hub.recorder.on_line("barrier", self._name, {"name": self._name})))
+        self._arrived.append((task, self._hub.recorder.on_line(kinds.BARRIER, self._name, {"name": self._name})))
         if len(self._arrived) == self._parties:
             self._wake_all()
         while len(self._arrived) < self._parties:

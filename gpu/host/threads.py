@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo.errors import RingError
+from dbo.trace import kinds
 from gpu.host.workers import Host, Worker
 from gpu.record.recorder import HostTask, Recorder
 from gpu.watch import flight_recorder as board
@@ -70,7 +71,7 @@ class ThreadBarrier:
         gate.acquire()
         with self._lock:
             self._refuse_when_aborted()
-            record = self._recorder.on_line("barrier", self._name, {"name": self._name})
+            record = self._recorder.on_line(kinds.BARRIER, self._name, {"name": self._name})
             self._arrived.append((task, record, gate))
             if len(self._arrived) == self._parties:
                 self._open_gates()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dbo.trace import BufferInfo, Record, Trace
+from dbo.trace import BufferInfo, Record, Trace, kinds
 
 
 class RankRecords(Protocol):
@@ -55,9 +55,9 @@ def _members(parts: Sequence[RankRecords | None]) -> dict[Meet, dict[int, int]]:
 
 def meet_of(record: Record) -> Meet | None:
     """The meeting that a record comes to as a member."""
-    if record.kind in ("collective", "transfer"):
+    if record.kind in (kinds.COLLECTIVE, kinds.TRANSFER):
         return record.attrs["group"], record.attrs["index"]
-    return ("low_latency", record.attrs["call"]) if record.kind == "send" else None
+    return ("low_latency", record.attrs["call"]) if record.kind == kinds.SEND else None
 
 
 class _Buffers:
@@ -128,7 +128,7 @@ def _emit(
                         id,
                         -1,
                         group,
-                        "meet",
+                        kinds.MEET,
                         f"{group}#{index}",
                         t_us=t_us,
                         after=tuple(arrivals[id]),

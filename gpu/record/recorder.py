@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dbo.trace import DEVICE_LINES, Access, BufferInfo, Record
+from dbo.trace import DEVICE_LINES, Access, BufferInfo, Record, kinds
 from gpu.watch import flight_recorder as board
 
 Tags = tuple[int, int, int, str]
@@ -30,7 +30,7 @@ QUIET_POINTS = frozenset(("", "D.send", "D.recv", "C.send", "C.recv", "S", "copy
 _UNKEPT = Record(0, -1, "", "", "")
 """Stands for device work of which no record is kept."""
 
-_ENDS_A_VISIT = frozenset(("yield", "ubatch.exit", "step.end", "error", "join"))
+_ENDS_A_VISIT = frozenset((kinds.YIELD, kinds.UBATCH_EXIT, kinds.STEP_END, kinds.ERROR, kinds.JOIN))
 
 
 @dataclass(slots=True)
@@ -169,9 +169,9 @@ class Recorder:
         task = self.task
         if kind in _ENDS_A_VISIT:
             self.end_visit(task)
-            if kind == "yield":
+            if kind == kinds.YIELD:
                 self.notice(task)
-        elif kind == "step.begin" and self.rows is not None:
+        elif kind == kinds.STEP_BEGIN and self.rows is not None:
             self.rows.mark("stepping")
         if not self._keep:
             return -1
@@ -238,7 +238,7 @@ class Recorder:
         """The calling line is about to launch work at its point: a visit begins, unless one is open."""
         task = self.task
         if task.visit is None and task.tags[3] and self.keeps:
-            task.visit = self._device("op", task.tags[3], task)
+            task.visit = self._device(kinds.OP, task.tags[3], task)
 
     def end_visit(self, task: HostTask) -> None:
         """What the line has launched at its point is complete."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dbo.errors import NotAvailable
+from dbo.trace import kinds
 from sim.streams import SimEvent
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def spin_for_counts(world: SimWorld, why: str) -> None:
     if node is not None:
         world.engine.wait_host(task, node, why)
     world.engine.host_record(
-        task, "host.wait", "comm", {"why": why, "declared": True, "gil": "held", "since_us": since_us}
+        task, kinds.HOST_WAIT, "comm", {"why": why, "declared": True, "gil": "held", "since_us": since_us}
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dbo.errors import ConfigError, NotAvailable
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts
 from sim.collectives import SimGroup
 
@@ -215,7 +215,7 @@ class ElasticBuffer:
             self._held = list(taken)
 
         world.comm.launch(
-            "exchange",
+            kinds.EXCHANGE,
             op,
             duration_us=world.cost.elastic(nbytes, sms),
             reads=tuple(map(world.tensors.access, reads)),
@@ -236,7 +236,7 @@ class ElasticBuffer:
         written = tuple(map(access, writes))
         nbytes = sum(_size(a) for a in written)
         world.comm.launch(
-            "op",
+            kinds.OP,
             f"{op}_epilogue",
             duration_us=world.cost.kernel(2 * nbytes),
             reads=(self._buffer(), *map(access, reads)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dbo.errors import ConfigError, NotAvailable
+from dbo.trace import kinds
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts, swap_blocks
 from sim.collectives import SimGroup
 from sim.engine import SMS_PER_DEVICE
@@ -91,7 +92,7 @@ class HighThroughputBuffer:
             in_rank = payload.empty((topk_idx.shape[0], world.size), "bool", "is_token_in_rank")
         made = (per_rank, per_expert, in_rank)
         world.comm.launch(
-            "op",
+            kinds.OP,
             "dispatch_layout",
             duration_us=world.cost.kernel_us,
             reads=(access(topk_idx),),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dbo.errors import NotAvailable
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 from sim.engine import Node
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class LowLatencyBuffer:
             attrs["rows"] = plan.rows(real)
 
         sent = world.current_stream().launch(
-            "send",
+            kinds.SEND,
             f"{op}.send",
             duration_us=world.cost.low_latency_send_us,
             reads=plan.reads,
@@ -170,7 +170,7 @@ class LowLatencyBuffer:
         world.cluster.check_peers(world.rank)
         window = world.cluster.low_latency_windows[buffer]
         stream.launch(
-            "recv",
+            kinds.RECV,
             f"{op}.recv",
             duration_us=world.cost.low_latency_recv_us,
             reads=(window.of_rank(world.rank),),
@@ -190,7 +190,7 @@ class LowLatencyBuffer:
         node = world.engine.node(
             rank=world.rank,
             line="net",
-            kind="transfer",
+            kind=kinds.TRANSFER,
             name=f"{op}.transfer",
             tags=tags,
             after=(sent,),

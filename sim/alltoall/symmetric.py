@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dbo.moe.symm_copy import Channel, Table
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 from sim.alltoall.symmetric_memory import REGION_BYTES, Fabric
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SymmetricMemory:
             world.engine.wait_host(task, marker, "receive counts of symm_copy")
         world.engine.host_record(
             task,
-            "host.wait",
+            kinds.HOST_WAIT,
             world.current_stream().name,
             {"why": "receive counts of symm_copy", "declared": True, "gil": "released", "since_us": since_us},
         )
@@ -108,7 +108,7 @@ class SymmetricMemory:
         others = [(world.rank + step) % world.size for step in range(1, world.size)]
         copies = [self._copy(stream, channel, call, peer, reads[peer], nbytes[peer], takes[peer]) for peer in others]
         signal = stream.launch(
-            "record", "signal", after=tuple(copies), src=world.source(), attrs={"event": _name(channel, call)}
+            kinds.RECORD, "signal", after=tuple(copies), src=world.source(), attrs={"event": _name(channel, call)}
         )
         for peer in others:
             self.fabric.signal(peer, channel, call, world.rank, signal)
@@ -133,7 +133,7 @@ class SymmetricMemory:
         node = world.engine.node(
             rank=rank,
             line="net",
-            kind="transfer",
+            kind=kinds.TRANSFER,
             name=f"{channel[1]}.copy",
             tags=task.tags,
             issued_by=task,
@@ -162,7 +162,7 @@ class SymmetricMemory:
         world.cluster.check_peers(world.rank)
         arrived = self.fabric.arrival(world.rank, channel, call)
         world.current_stream().launch(
-            "wait", "signals", after=(arrived,), src=world.source(), attrs={"event": _name(channel, call)}
+            kinds.WAIT, "signals", after=(arrived,), src=world.source(), attrs={"event": _name(channel, call)}
         )
 
 
@@ -203,7 +203,7 @@ class SimArrival:
         def go() -> None:
             memory._wait_for_signals(self.channel, self.call)
             world.current_stream().launch(
-                "op",
+                kinds.OP,
                 f"{self.channel[1]}.copy_out",
                 duration_us=world.cost.kernel(2 * sum(map(_size, writes))),
                 reads=(*reads, *(Access.interval(region, r * REGION_BYTES, (r + 1) * REGION_BYTES) for r in peers)),

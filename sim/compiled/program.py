@@ -24,6 +24,7 @@ from dbo.errors import NotAvailable
 from dbo.schedule import HOOK_BACKENDS, Schedule
 from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.schedule.ring import RingRun, Step, run_ring
+from dbo.trace import kinds
 from sim.compiled.footprint import BEGIN, END, EXCHANGES, LAYER_END, POINTS, Launch
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class _Compiler:
     def _launch(self, launch: Launch, stream: str, where: tuple[str, int, int]) -> None:
         _, ubatch, layer = where
         reads = tuple(self._read(name, ubatch, layer) for name in launch.reads)
-        if launch.kind == "send":
+        if launch.kind == kinds.SEND:
             window = self._window(self.calls % 2)
             sent = self._add(stream, "send", f"{launch.name}.send", where, reads=reads)
             meeting = self._meeting("low_latency", self.calls)
@@ -207,11 +208,11 @@ class _Compiler:
             return
         follows = -1
         kind, name = launch.kind, launch.name
-        if launch.kind == "recv":
+        if launch.kind == kinds.RECV:
             follows = self.sent.pop((ubatch, launch.name))
             reads = (self._window(self.meetings[follows][1] % 2),)
             name = f"{launch.name}.recv"
-        elif launch.kind == "collective":
+        elif launch.kind == kinds.COLLECTIVE:
             follows = self._meeting("ep", self.members)
             self.members += 1
             self._add(stream, "collective", launch.name, where, joins=follows)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from dbo.errors import UsageError
-from dbo.trace import Access, BufferInfo, Record, Trace
+from dbo.trace import Access, BufferInfo, Record, Trace, kinds
 from sim.alltoall.low_latency import REGION_BYTES
 from sim.compiled.program import CompiledSchedule, DeviceOp
 from sim.compiled.race import CompiledRace, find_races
@@ -172,7 +172,7 @@ class _Recorder:
             self._meet_id(meeting),
             -1,
             group,
-            "meet",
+            kinds.MEET,
             f"{group}#{number}",
             float(ends.max()),
             after=tuple(self._id(index, rank) for rank in range(self.ranks)),
@@ -180,13 +180,13 @@ class _Recorder:
         )
 
     def _attrs(self, op: DeviceOp) -> dict[str, object]:
-        if op.kind in ("record", "wait"):
+        if op.kind in (kinds.RECORD, kinds.WAIT):
             return {"event": op.name}
         meeting = max(op.joins, op.follows)
         if meeting < 0:
             return {}
         group, number = self.program.meetings[meeting]
-        if op.kind in ("transfer", "recv"):
+        if op.kind in (kinds.TRANSFER, kinds.RECV):
             return {"call": number, "buffer": number % 2, "op": op.name.partition(".")[0]}
         return {"group": group, "index": number, "op": op.name, "ranks": self.ranks}
 

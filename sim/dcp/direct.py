@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dbo.dcp.interface import place_in_groups
-from dbo.trace import Access
+from dbo.trace import Access, kinds
 from sim.dcp.fabric import SLAB_BYTES, DirectFabric
 
 if TYPE_CHECKING:
@@ -83,10 +83,12 @@ class SimDirect:
         ]
         flags = self.fabric.flags(rank, ubatch, self.wanted_epoch(epoch), self._sources(rank))
         stream = world.current_stream()
-        stream.launch("wait", "flags", after=(flags, *pushed), src=world.source(), attrs={"event": f"direct#{epoch}"})
+        stream.launch(
+            kinds.WAIT, "flags", after=(flags, *pushed), src=world.source(), attrs={"event": f"direct#{epoch}"}
+        )
         slabs = [self.fabric.slab(rank, ubatch, parity, source) for source in others]
         stream.launch(
-            "op",
+            kinds.OP,
             "dcp.direct.merge",
             duration_us=world.cost.kernel(nbytes),
             reads=(*reads, *map(_whole, slabs)),
@@ -104,7 +106,7 @@ class SimDirect:
         node = world.engine.node(
             rank=rank,
             line="net",
-            kind="transfer",
+            kind=kinds.TRANSFER,
             name="dcp.direct.push",
             tags=task.tags,
             issued_by=task,

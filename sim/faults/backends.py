@@ -9,6 +9,7 @@ from typing import Any
 
 from dbo.engine.components import Program
 from dbo.moe.symm_copy import Channel, Table
+from dbo.trace import kinds
 from dbo.ubatching.player import RESULTS, SchedulePlayer
 from dbo.ubatching.ring import dbo_current_ubatch_id, dbo_enabled, dbo_get_previous_event
 from sim.faults.clean_run import CleanRun, every_split_rank, every_ubatch, outside_captures
@@ -195,8 +196,8 @@ def dispatches_that_are_followed(run: CleanRun) -> Iterator[Site]:
             others = [
                 x for (q, s, v), xs in run.eager_lines.items() if (q, s) == (rank, step) and v != ubatch for x in xs
             ]
-            fills = [x.id for x in others if x.kind == "exchange"]
-            sends = {x.layer: x.id for x in line if x.kind == "exchange" and x.name == "dispatch"}
+            fills = [x.id for x in others if x.kind == kinds.EXCHANGE]
+            sends = {x.layer: x.id for x in line if x.kind == kinds.EXCHANGE and x.name == "dispatch"}
             wanted = {x.layer: x.id for x in reversed(line) if x.point in ("D.recv", "MLP")}
             if any(sends[layer] < fill < wanted[layer] for layer in sends for fill in fills):
                 yield Site(rank=rank, ubatch=ubatch)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 from sim.faults.fault import Site
 
 
@@ -33,12 +33,12 @@ class CleanRun:
     @cached_property
     def decisions(self) -> list[tuple[int, Record]]:
         """(rank, its `decide` record) of every step."""
-        return [(r.rank, r) for r in self.trace.of_kind("decide")]
+        return [(r.rank, r) for r in self.trace.of_kind(kinds.DECIDE)]
 
     @cached_property
     def split_slices(self) -> list[Record]:
         """The `slices` record of every rank and split step; what is captured has them too, and nobody decided it."""
-        return [r for r in self.trace.of_kind("slices") if len(r.attrs["ubatches"]) > 1 and r.step >= 0]
+        return [r for r in self.trace.of_kind(kinds.SLICES) if len(r.attrs["ubatches"]) > 1 and r.step >= 0]
 
     @cached_property
     def steps(self) -> int:
@@ -48,7 +48,7 @@ class CleanRun:
     @cached_property
     def replayed(self) -> frozenset[tuple[int, int]]:
         """(rank, step) of the steps that ran from a graph: they launch what was captured, and no thread runs."""
-        return frozenset((r.rank, r.step) for r in self.trace.of_kind("replay"))
+        return frozenset((r.rank, r.step) for r in self.trace.of_kind(kinds.REPLAY))
 
     @cached_property
     def eager_lines(self) -> dict[tuple[int, int, int], list[Record]]:
@@ -58,7 +58,7 @@ class CleanRun:
     @cached_property
     def captures_ubatches(self) -> bool:
         """Some graph of a split step was captured; what a capture forbids ends the run there."""
-        return any(record.step < 0 for record in self.trace.of_kind("ubatch.enter"))
+        return any(record.step < 0 for record in self.trace.of_kind(kinds.UBATCH_ENTER))
 
     def yields(self, rank: int, ubatch: int) -> int:
         """How often a ubatch of a rank yielded, over all steps and captures."""
@@ -69,16 +69,16 @@ class CleanRun:
         return sum(int(r.attrs["yields"]) for r in self._exits(rank, ubatch) if r.step < 0)
 
     def _exits(self, rank: int, ubatch: int) -> list[Record]:
-        return [r for r in self.trace.of_kind("ubatch.exit") if (r.rank, r.ubatch) == (rank, ubatch)]
+        return [r for r in self.trace.of_kind(kinds.UBATCH_EXIT) if (r.rank, r.ubatch) == (rank, ubatch)]
 
     def carried_hooks(self, rank: int, holder: int) -> list[Record]:
         """The `hook.run` records of hooks that another ubatch left with `holder`, in order, in captures too."""
-        runs = (r for r in self.trace.of_kind("hook.run") if r.rank == rank and r.attrs["runner"] == holder)
+        runs = (r for r in self.trace.of_kind(kinds.HOOK_RUN) if r.rank == rank and r.attrs["runner"] == holder)
         return sorted((r for r in runs if r.attrs["owner"] != holder), key=lambda r: r.id)
 
     def exchanges(self, rank: int, group: str = "ep") -> list[Record]:
         """The device collectives that a rank itself launches in its group of this kind, in order; replays do not count."""
-        found = (r for r in self.trace.of_kind("collective") if r.rank == rank and r.on_device)
+        found = (r for r in self.trace.of_kind(kinds.COLLECTIVE) if r.rank == rank and r.on_device)
         mine = (r for r in found if r.attrs["group"].startswith(group) and (rank, r.step) not in self.replayed)
         return sorted(mine, key=lambda r: r.id)
 

@@ -13,7 +13,7 @@ import numpy as np
 from dbo.batch.plan import DCPLayout
 from dbo.batch.slicing import slice_plan
 from dbo.engine.components import Program
-from dbo.trace import Record
+from dbo.trace import Record, kinds
 from sim.faults import dcp_group as faults
 from sim.faults.clean_run import CleanRun
 from sim.faults.fault import Fault, Site
@@ -194,7 +194,7 @@ def ranks_with_two_regions(run: CleanRun) -> Iterator[Site]:
 
 
 def _merges(run: CleanRun) -> list[Record]:
-    return [r for r in run.trace.of_kind("op") if r.name == "dcp.direct.merge"]
+    return [r for r in run.trace.of_kind(kinds.OP) if r.name == "dcp.direct.merge"]
 
 
 def unequal_shards(run: CleanRun) -> Iterator[Site]:
@@ -213,7 +213,7 @@ def _sampled(run: CleanRun) -> Iterator[tuple[Record, list[int]]]:
     """Keys by peer of each request of the split steps in which every request gets a token. Only runs with numbers."""
     if run.trace.meta.get("mode") != "numeric":
         return
-    rows = {(r.rank, r.step): r.attrs["rows"] for r in run.trace.of_kind("step.end") if r.attrs["status"] == "ok"}
+    rows = {(r.rank, r.step): r.attrs["rows"] for r in run.trace.of_kind(kinds.STEP_END) if r.attrs["status"] == "ok"}
     for record in run.split_slices:
         plan = record.attrs["parent"]
         lens = [n for n in plan["seq_lens"] if n]

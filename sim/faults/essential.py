@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from dbo.check.happens import HappensBefore
-from dbo.trace import Access, Record, Trace
+from dbo.trace import Access, Record, Trace, kinds
 from dbo.trace.accesses import any_overlap
 from sim.faults.clean_run import CleanRun
 from sim.faults.fault import Site
@@ -53,5 +53,5 @@ def _is_needed(trace: Trace, rank: int, ubatch: int, points: tuple[str, ...]) ->
 
 def _is_own_wait(record: Record, rank: int, ubatch: int) -> bool:
     """A wait for one of the ubatch's own two events."""
-    mine = record.kind == "wait" and (record.rank, record.ubatch) == (rank, ubatch)
+    mine = record.kind == kinds.WAIT and (record.rank, record.ubatch) == (rank, ubatch)
     return mine and str(record.attrs.get("event", "")).startswith(f"u{ubatch}.")

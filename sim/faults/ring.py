@@ -9,6 +9,7 @@ from typing import Any
 from dbo.check.hooks import hooks_of
 from dbo.engine.components import Program
 from dbo.errors import DBOError
+from dbo.trace import kinds
 from dbo.trace.accesses import any_overlap
 from dbo.ubatching.ring import UBatchContext
 from sim.faults.clean_run import CleanRun, every_hook, every_yield
@@ -119,13 +120,13 @@ def hooks_that_can_be_late(run: CleanRun) -> Iterator[Site]:
             if hook.step < 0:
                 continue
             mine = [r for r in run.lines[rank, hook.step, holder] if r.id > hook.id and r.line == f"u{holder}"]
-            away = next((r.id for r in mine if r.kind == "yield"), None)
-            back = next((r.id for r in mine if r.kind == "resume"), None)
+            away = next((r.id for r in mine if r.kind == kinds.YIELD), None)
+            back = next((r.id for r in mine if r.kind == kinds.RESUME), None)
             if away is None or back is None:
                 continue
             completed = [access for receive in receives[hook.id] for access in receive.writes]
             owned = run.lines[rank, hook.step, int(hook.attrs["owner"])]
-            readers = (r for r in owned if away < r.id < back and r.on_device and r.kind != "recv")
+            readers = (r for r in owned if away < r.id < back and r.on_device and r.kind != kinds.RECV)
             if any(any_overlap(reader.reads, tuple(completed)) for reader in readers):
                 yield Site(rank=rank, ubatch=holder, at=at)
 

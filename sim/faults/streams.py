@@ -9,6 +9,7 @@ from typing import Any
 from dbo.check.overlap import is_communication
 from dbo.engine.components import Program
 from dbo.schedule import Item, Point, Yield
+from dbo.trace import kinds
 from dbo.ubatching.player import SchedulePlayer
 from sim.faults.clean_run import CleanRun, every_ubatch
 from sim.faults.essential import essential_waits
@@ -100,13 +101,13 @@ def events_that_can_be_late(run: CleanRun) -> Iterator[Site]:
 def _gains_from_an_early_event(run: CleanRun, rank: int, step: int, ubatch: int) -> bool:
     mine = run.lines[rank, step, ubatch]
     others = [r for (q, s, u), line in run.lines.items() if (q, s) == (rank, step) and u != ubatch for r in line]
-    foreign = [r for r in others if r.line == "compute" and r.kind == "op"]
+    foreign = [r for r in others if r.line == "compute" and r.kind == kinds.OP]
     for at, record in enumerate(mine):
-        if record.kind != "yield":
+        if record.kind != kinds.YIELD:
             continue
         event = next((r for r in reversed(mine[:at]) if r.on_device), None)
-        back = next((r.id for r in mine[at:] if r.kind == "resume"), None)
-        if event is None or event.kind != "record" or event.line != "compute" or back is None:
+        back = next((r.id for r in mine[at:] if r.kind == kinds.RESUME), None)
+        if event is None or event.kind != kinds.RECORD or event.line != "compute" or back is None:
             continue
         send = next((r for r in mine[at:] if is_communication(r) and r.id > back), None)
         meanwhile = max((r.end_us for r in foreign if record.id < r.id < back), default=0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,13 @@ import torch
 from dbo.check import judge, measure
 from dbo.dcp.workspace import Slot, WorkspaceManager
 from dbo.moe.deepep_low_latency import DeepEPLowLatencyPrepareAndFinalize
-from dbo.trace import Trace
+from dbo.trace import Access, Trace
 from dbo.ubatching.ring import (
     dbo_switch_to_comm_sync,
     dbo_switch_to_compute_sync,
     dbo_yield_and_switch_from_comm_to_compute,
 )
+from sim.engine import Node
 from sim.world import SimWorld
 from tests.faults.pair import MODEL_ONLY, Body, Pair, check_pair, hand_over, op, ring_step, run
 from tests.faults.storages import Storages
@@ -131,55 +131,52 @@ def loses_a_flag(count: int, *, clears_at_send: bool) -> bool:
 
 
 def cleaned(*, barrier: bool) -> Trace:
-    """Cleaning takes 1 us on r0 and 5 on r1; then r0 sets a flag at r1, which r1 waits for."""
-    cells: dict[str, int] = {}
+    """Cleaning takes 1 us on r0 and 5 on r1; then r0 sets the flag of r1, which waits for it."""
+    flags: dict[int, Access] = {}
+    sets: list[Node] = []
+
+    def meet(world: SimWorld) -> None:
+        world.control.all_reduce(np.zeros(1, dtype=np.int32), tag=0)
 
     def program(world: SimWorld) -> None:
-        mine, theirs = f"rank {world.rank}", f"rank {1 - world.rank}"
-        world.compute.launch(
-            "signal.clear",
-            "clean",
-            duration_us=(1, 5)[world.rank],
-            finish=lambda: cells.pop(mine, None),
-            attrs={"cell": mine},
-        )
+        flags[world.rank] = Access.interval(world.engine.new_buffer(world.rank, "flag", 8), 0, 8)
+        meet(world)  # addresses are exchanged
+        world.compute.launch("op", "clean", duration_us=(1, 5)[world.rank], writes=(flags[world.rank],))
         if barrier:
             world.compute.synchronize()
-            world.control.all_reduce(np.zeros(1, dtype=np.int32), tag=0)
+            meet(world)
         if world.rank == 0:
-            world.compute.launch(
-                "signal.set",
-                "flag",
-                duration_us=1,
-                run=lambda: cells.update({theirs: 1}),
-                attrs={"cell": theirs, "round": 1},
-            )
-        else:
-            waits: dict[str, Any] = {"cell": mine, "round": 1, "found": -1}
-            world.compute.launch("op", "other work", duration_us=1)
-            world.compute.launch(
-                "signal.wait", "poll", duration_us=1, run=lambda: waits.update(found=cells.get(mine, -1)), attrs=waits
-            )
+            sets.append(world.compute.launch("op", "set flag", duration_us=1, writes=(flags[1],)))
+        meet(world)
+        if world.rank == 1:
+            world.compute.launch("wait", "flag", after=tuple(sets), attrs={"event": "flag"})
 
     return run(program, ranks=2)
 
 
 def counted(*, shared: bool) -> Trace:
-    """Rounds A and B of two child batches signal r1; r1's queue of B looks first."""
-    arrived: dict[str, list[str]] = {}
-
-    def cell(child: str) -> str:
-        return "r0 to r1" if shared else f"r0 to r1, {child}"
+    """Rounds A and B of two child batches announce themselves to r1, whose queues of A and of B look into their cells."""
+    cells: dict[str, Access] = {}
 
     def program(world: SimWorld) -> None:
         if world.rank == 0:
             for child in "AB":
-                arrived.setdefault(cell(child), []).append(child)
-                world.trace.host("signal.set", cell=cell(child), round=child)
+                name = "cell" if shared else f"cell of {child}"
+                if name not in cells:
+                    cells[name] = Access.interval(world.engine.new_buffer(1, name, 8), 0, 8)
+                cells[child] = cells[name]
+                tags = {cells[child].buffer: child}
+                world.compute.launch(
+                    "op", f"announce {child}", duration_us=1, writes=(cells[child],), attrs={"tags": tags}
+                )
+            world.compute.synchronize()
         world.control.all_reduce(np.zeros(1, dtype=np.int32), tag=0)
         if world.rank == 1:
-            for child in "BA":  # a counter without round numbers hands out whatever came first
-                world.trace.host("signal.wait", cell=cell(child), round=child, found=arrived[cell(child)].pop(0))
+            for child in "AB":
+                expects = {cells[child].buffer: child}
+                world.compute.launch(
+                    "op", f"look for {child}", duration_us=1, reads=(cells[child],), attrs={"expects": expects}
+                )
 
     return run(program, ranks=2)
 
@@ -227,12 +224,12 @@ PAIRS = [
     ),
     Pair(
         case="uccl-project/uccl#993",
-        id="buffer-reuse",
+        id="stream-race",
         uses=MODEL_ONLY,
         buggy=lambda: cleaned(barrier=False),
         fixed=lambda: cleaned(barrier=True),
-        culprit={"rank": 1},
-        says=("rank 1", "round 1"),
+        culprit={"rank": 0},
+        says=("clean", "set flag"),
     ),
     Pair(
         case="uccl-project/uccl#986",
@@ -241,7 +238,7 @@ PAIRS = [
         buggy=lambda: counted(shared=True),
         fixed=lambda: counted(shared=False),
         culprit={"rank": 1},
-        says=("waits for round B", "the signal of round A"),
+        says=("expects A in cell and finds B",),
     ),
 ]
 
@@ -273,7 +270,6 @@ def test_how_many_calls_may_be_outstanding_follows_from_the_clear_rule(count: in
 
 
 def test_the_wiped_flag_and_the_clear_that_wiped_it_are_both_named() -> None:
-    report = judge(cleaned(barrier=False))
-    assert [v.rank for v in report.violations] == [1, 1]
-    assert "is satisfied by the signal of round -1" in report.violations[0].sentence
-    assert "the signal can be wiped" in report.violations[1].sentence
+    (violation,) = judge(cleaned(barrier=False)).violations
+    assert "clean on compute of rank 1" in violation.sentence
+    assert "set flag on compute of rank 0" in violation.sentence

@@ -208,18 +208,7 @@ def test_numeric_names_the_result_and_the_limit(run: Trace, error: float) -> Non
     assert found(run, "numeric") == [] and named(run, "padding-leak").rank == 1
 
 
-# -- signals, sizes of exchanges, needless padding --------------------------------------------------------------------
-
-
-def test_a_signal_that_was_taken_may_be_cleared() -> None:
-    b = TraceBuilder(ranks=1)
-    sent = b.add("signal.set", "comm", cell="c", round=1)
-    taken = b.add("signal.wait", "compute", cell="c", round=1, found=1, after=[sent])
-    b.add("signal.clear", "comm", cell="c", after=[taken])
-    assert found(b.trace, "buffer-reuse") == []
-    b.trace.records[-1].after = ()
-    (violation,) = found(b.trace, "buffer-reuse")
-    assert "clears cell c" in violation.sentence
+# -- sizes of exchanges, needless padding --------------------------------------------------------------------
 
 
 def test_rows_sent_are_rows_expected() -> None:
