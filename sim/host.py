@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,29 +21,41 @@ class SimBaton:
         self.world = world
         self.name = name
         self._given: tuple[int, float] | None = None
-        self._taker: Task | None = None
+        self._waiting: deque[Task] = deque()
+        self._holder: Task | None = None
 
     def give(self) -> None:
         task = self.world.task()
         at_us = task.now_us + self.world.cost.host_switch_us
         if self._given is None:  # a second give adds nothing: the taker follows the first one only
             self._given = (task.last_record, at_us)
-        if self._taker is not None:
-            self.world.cluster.scheduler.wake(self._taker, at_us)
+        if self._waiting:
+            self.world.cluster.scheduler.wake(self._waiting[0], at_us)
 
     def take(self) -> None:
         task = self.world.task()
-        while self._given is None:
-            self._taker = task
-            try:
+        self._note_contention(task)
+        self._waiting.append(task)
+        try:
+            while self._given is None:
                 self.world.cluster.scheduler.block(("baton", self.name))
-            finally:
-                self._taker = None
+        finally:
+            self._waiting.remove(task)
         record, at_us = self._given
         self._given = None
+        self._holder = task
         task.now_us = max(task.now_us, at_us)
         if record >= 0:
             task.edges.append(record)
+
+    def _note_contention(self, task: Task) -> None:
+        """Another schedule may let `task` take the baton before the line that waits for it, or that had it last."""
+        other = self._waiting[-1] if self._waiting else self._holder
+        if other is None or other is task:
+            return
+        what = f"{other.line} takes baton {self.name} before {task.line}, and the other way round in another schedule"
+        unless = -1 if self._waiting else other.last_record
+        self.world.engine.host_record(task, kinds.CHOICE, self.name, {"what": what, "unless": unless})
 
 
 class SimBarrier:

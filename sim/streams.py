@@ -108,7 +108,7 @@ class SimStream:
 
     def query(self) -> bool:
         self.world.refuse_in_capture(f"query of {self.name}")
-        return self.tail is None or self.tail.done
+        return _answer(self.world, self.name, self.tail)
 
     def synchronize(self) -> None:
         self.world.refuse_in_capture(f"synchronize {self.name}")
@@ -141,7 +141,7 @@ class SimEvent:
 
     def query(self) -> bool:
         self.world.refuse_in_capture(f"query of {self.name}")
-        return self.marker is None or self.marker.done
+        return _answer(self.world, self.name, self.marker)
 
     def synchronize(self) -> None:
         self.world.refuse_in_capture(f"synchronize {self.name}")
@@ -152,6 +152,15 @@ class SimEvent:
         self.world.engine.host_record(
             task, kinds.HOST_WAIT, self.name, {"why": "synchronize", "declared": not _in_a_layer(self.world)}
         )
+
+
+def _answer(world: SimWorld, name: str, node: Node | None) -> bool:
+    """What a query says now. On a device that is faster or slower it says otherwise, unless the host waited before."""
+    if node is None:
+        return True
+    what = f"query of {name} says {node.done}; a device of another speed says {not node.done}"
+    world.engine.host_record(world.task(), kinds.CHOICE, name, {"what": what, "unless": node.record.id})
+    return node.done
 
 
 def _in_a_layer(world: SimWorld) -> bool:

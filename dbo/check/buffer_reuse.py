@@ -16,6 +16,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "buffer-reuse"
 SENTENCE = "an operation uses bytes that hold, or are about to hold, somebody else's data"
 UNIT = "low-latency calls, tagged reads, accesses of owned and of freed buffers"
+READS = (*low_latency.READS, *kinds.WITH_BYTES)
+NEEDS = (kinds.OP,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

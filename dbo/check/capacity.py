@@ -11,6 +11,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "capacity"
 SENTENCE = "a size that a step reaches exceeds what was reserved for it"
 UNIT = "uses and reservations"
+READS = (kinds.LOCK, kinds.RESERVE, kinds.USE)
+NEEDS = (kinds.RESERVE,)
 
 _Key = tuple[int, str, str]
 

@@ -1,7 +1,8 @@
 """Points where another schedule could have had another outcome. A run without one stands for all of its schedules.
 
-Two sources: records of kind "choice", which the simulator writes where it decided something that does not commute, and
-enqueues on one stream by two host lines whose order nothing fixes, which the trace itself shows.
+Three sources: records of kind "choice", which the simulator writes where its answer may depend on the schedule; enqueues on one
+stream by two host lines whose order nothing fixes; and waits for an event that another host line records, with nothing
+that puts the record first (a wait for an event that was never recorded does nothing, so the order decides).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
     found = [
         Choice(what=record.attrs.get("what", record.name), records=(record.id,))
         for record in trace.of_kind(kinds.CHOICE)
+        if not _closed(record, happens)
     ]
+    found += _recorded_in_no_order(trace, happens)
     last: dict[tuple[int, str], tuple[Record, Record | None]] = {}
     for record in trace.records:
         if record.line not in ("compute", "comm"):
@@ -35,6 +38,28 @@ def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
         if before is not None and not _enqueued_in_order(issuer, other, record, happens):
             found.append(Choice(what=_words(before, record, happens), records=(before.id, record.id)))
         last[record.rank, record.line] = record, other
+    return found
+
+
+def _closed(record: Record, happens: HappensBefore) -> bool:
+    """Whether what would have decided otherwise is ordered before the answer."""
+    unless = int(record.attrs.get("unless", -1))
+    return unless in happens.position and happens.ordered(unless, record.id)
+
+
+def _recorded_in_no_order(trace: Trace, happens: HappensBefore) -> list[Choice]:
+    """Waits that found a record which, in another schedule, is made after them."""
+    found = []
+    for wait in trace.of_kind(kinds.WAIT):
+        for marker in (happens.record(id) for id in wait.after if id in happens.position):
+            if marker.kind != kinds.RECORD or marker.rank != wait.rank:
+                continue
+            if not _enqueued_in_order(happens.issuer(marker), happens.issuer(wait), wait, happens):
+                what = (
+                    f"{wait.name} (#{wait.id}) on {wait.line} of rank {wait.rank} waits for a record (#{marker.id}) that "
+                    "another host line makes, and nothing puts the record first"
+                )
+                found.append(Choice(what=what, records=(marker.id, wait.id)))
     return found
 
 

@@ -12,6 +12,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "collective-mismatch"
 SENTENCE = "members of one communicator issue different operations under the same sequence number"
 UNIT = "collectives"
+READS = (kinds.COLLECTIVE, kinds.ERROR)
+NEEDS = (kinds.COLLECTIVE,)
 
 _FIELDS = ("op", "shape", "dtype", "tag")
 _Key = tuple[int, str, int]

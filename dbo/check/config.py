@@ -11,6 +11,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "config"
 SENTENCE = "ranks are configured differently, or accept a configuration and then ignore it or die of it in set-up"
 UNIT = "configurations compared"
+READS = (kinds.CONFIG, kinds.ERROR, kinds.STEP_BEGIN)
+NEEDS = (kinds.CONFIG,)
 
 _ACCEPTED = "enable_dbo=True is accepted and can do nothing"
 _REFUSALS = frozenset(("ConfigError", "NotAvailable", "UsageError", "PeerFailed"))

@@ -13,6 +13,17 @@ from dbo.trace import Record, Trace, kinds
 ID = "deadlock"
 SENTENCE = "no line can run and the step is not over"
 UNIT = "places where a line can stop"
+READS = (
+    kinds.BARRIER,
+    kinds.BLOCKED,
+    kinds.COLLECTIVE,
+    kinds.HOST_WAIT,
+    kinds.RECV,
+    kinds.RESUME,
+    kinds.WAIT,
+    kinds.YIELD,
+)
+NEEDS = ()
 
 _STOPS = frozenset(
     (kinds.BARRIER, kinds.YIELD, kinds.RESUME, kinds.WAIT, kinds.COLLECTIVE, kinds.RECV, kinds.HOST_WAIT, kinds.BLOCKED)

@@ -18,6 +18,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "dp-disagreement"
 SENTENCE = "ranks decide differently, or a rank acts against the common decision"
 UNIT = "decisions compared with each other and with what was done"
+READS = (kinds.DECIDE, kinds.GRAPH_GET, kinds.SLICES, kinds.STEP_END, kinds.UBATCH_ENTER)
+NEEDS = (kinds.DECIDE,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

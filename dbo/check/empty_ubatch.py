@@ -9,6 +9,8 @@ from dbo.trace import Trace, kinds
 ID = "empty-ubatch"
 SENTENCE = "a rank runs a ubatch that holds no real token"
 UNIT = "ubatches"
+READS = (kinds.SLICES,)
+NEEDS = (kinds.SLICES,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

@@ -16,6 +16,16 @@ from dbo.trace import Record, Trace, kinds
 ID = "graph-capture"
 SENTENCE = "a capture does what a capture forbids, or a graph is looked up under a key that does not name its program"
 UNIT = "captures, graphs stored and looked up, host waits and collectives"
+READS = (
+    kinds.CAPTURE_BEGIN,
+    kinds.CAPTURE_END,
+    kinds.COLLECTIVE,
+    kinds.ERROR,
+    kinds.GRAPH_GET,
+    kinds.GRAPH_PUT,
+    kinds.HOST_WAIT,
+)
+NEEDS = (kinds.CAPTURE_BEGIN,)
 
 _FORBIDDEN = frozenset((kinds.HOST_WAIT, kinds.COLLECTIVE))
 

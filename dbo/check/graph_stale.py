@@ -16,6 +16,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "graph-stale"
 SENTENCE = "a replayed graph uses an address or a value that it captured and that is no longer right"
 UNIT = "replays, buffers and slots that graphs captured"
+READS = (kinds.BAKE, kinds.REPLAY, kinds.RESERVE, kinds.UNBAKE)
+NEEDS = (kinds.REPLAY,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

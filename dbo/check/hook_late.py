@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from dbo.check import hooks
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of
 from dbo.check.violation import Findings
@@ -14,6 +15,8 @@ from dbo.trace.accesses import any_overlap
 ID = "hook-late"
 SENTENCE = "the owner reads what it has received before the hook that receives it has run"
 UNIT = "hooks that launched a receive"
+READS = (*hooks.READS, kinds.RECV, kinds.TRANSFER)
+NEEDS = (kinds.HOOK_REGISTER,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

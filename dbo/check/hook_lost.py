@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dbo.check import hooks
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import Hook, hooks_of, unwound_steps
 from dbo.check.violation import Findings
@@ -10,6 +11,8 @@ from dbo.trace import Trace, kinds
 ID = "hook-lost"
 SENTENCE = "a receive hook never runs, so nobody completes the receive"
 UNIT = "registered hooks"
+READS = (*hooks.READS, kinds.UBATCH_EXIT)
+NEEDS = (kinds.HOOK_REGISTER,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

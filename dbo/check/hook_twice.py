@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dbo.check import hooks
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import hooks_of
 from dbo.check.violation import Findings
-from dbo.trace import Trace
+from dbo.trace import Trace, kinds
 
 ID = "hook-twice"
 SENTENCE = "a receive hook runs a second time, and takes data that belongs to a later exchange"
 UNIT = "registered hooks"
+READS = hooks.READS
+NEEDS = (kinds.HOOK_REGISTER,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

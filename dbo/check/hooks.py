@@ -8,6 +8,19 @@ from dataclasses import dataclass, field
 from dbo.check.violation import need
 from dbo.trace import Record, Trace, kinds
 
+READS = (
+    kinds.ERROR,
+    kinds.HOOK_DROP,
+    kinds.HOOK_REGISTER,
+    kinds.HOOK_RUN,
+    kinds.RECV,
+    kinds.RESUME,
+    kinds.UBATCH_ENTER,
+    kinds.UBATCH_EXIT,
+    kinds.YIELD,
+)
+"""Kinds of records that this module looks at, for the detectors that use it."""
+
 _AFTER_A_HOOK = frozenset(
     (
         kinds.YIELD,

@@ -8,6 +8,9 @@ from dbo.batch.coordinate import NUM_ROWS, ROW_QUERY_LEN, ROW_REAL, ROW_WANTS_FU
 from dbo.check.violation import Findings
 from dbo.trace import Trace, kinds
 
+READS = (kinds.DECIDE,)
+"""Kinds of records that this module looks at, for the detectors that use it."""
+
 
 def judge_ladder(trace: Trace, found: Findings) -> None:
     """A step that every busy rank wants as a graph of one query length runs as one."""

@@ -12,6 +12,9 @@ from dbo.check.violation import Findings, need
 from dbo.trace import Record, Trace, kinds
 from dbo.trace.accesses import any_overlap
 
+READS = (kinds.RECV, kinds.SEND, kinds.TRANSFER)
+"""Kinds of records that this module looks at, for the detectors that use it."""
+
 
 def judge_calls(trace: Trace, happens: HappensBefore, found: Findings) -> None:
     """Call k uses buffer k mod 2; its receive comes before send k + 1; its result is read before send k + 2.

@@ -17,6 +17,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "metadata-slice"
 SENTENCE = "a field of a ubatch's metadata is not what the parent batch implies"
 UNIT = "fields of ubatches"
+READS = (kinds.DECIDE, kinds.SLICES)
+NEEDS = (kinds.SLICES,)
 
 _Plan = dict[str, Any]
 

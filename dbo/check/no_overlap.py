@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dbo.check import ladder, overlap
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import failed_steps
 from dbo.check.ladder import judge_ladder
@@ -23,6 +24,8 @@ from dbo.trace.accesses import any_overlap
 ID = "no-overlap"
 SENTENCE = "work waits for the other ubatch although it does not depend on it, so that nothing is hidden"
 UNIT = "operations of split steps"
+READS = (*overlap.READS, *ladder.READS, kinds.COLLECTIVE, kinds.HOST_WAIT, kinds.MEET, kinds.RECORD, kinds.WAIT)
+NEEDS = (kinds.UBATCH_ENTER,)
 
 FAR_BELOW = 0.5
 """A hidden share under this part of the ideal one is a fault."""

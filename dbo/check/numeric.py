@@ -13,6 +13,8 @@ from dbo.trace import Trace, kinds
 ID = "numeric"
 SENTENCE = "a result differs from its reference by more than it may"
 UNIT = "comparisons with a reference"
+READS = (kinds.NUMERIC,)
+NEEDS = (kinds.NUMERIC,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

@@ -13,6 +13,19 @@ from dataclasses import dataclass
 from dbo.check.happens import HappensBefore
 from dbo.trace import Record, Trace, kinds
 
+READS = (
+    kinds.COLLECTIVE,
+    kinds.EXCHANGE,
+    kinds.OP,
+    kinds.RECORD,
+    kinds.RECV,
+    kinds.SEND,
+    kinds.TRANSFER,
+    kinds.UBATCH_ENTER,
+    kinds.WAIT,
+)
+"""Kinds of records that this module looks at, for the detectors that use it."""
+
 _EXCHANGES = frozenset((kinds.COLLECTIVE, kinds.EXCHANGE, kinds.SEND, kinds.RECV, kinds.TRANSFER))
 
 # What keeps the compute stream busy and may hide communication. An exchange there (of a DCP group, in attention) is a step

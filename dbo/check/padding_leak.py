@@ -12,6 +12,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "padding-leak"
 SENTENCE = "padding rows take part where only real rows may"
 UNIT = "dispatches, (u)batches, decisions, comparisons that vary the padding"
+READS = (kinds.DECIDE, kinds.NUMERIC, kinds.SEND, kinds.SLICES)
+NEEDS = (kinds.SLICES,)
 
 
 def detect(trace: Trace, happens: HappensBefore) -> Findings:

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 from dbo.check.happens import HappensBefore
 from dbo.check.violation import Findings, need
-from dbo.trace import Record, Trace
+from dbo.trace import Record, Trace, kinds
 
 ID = "slot-cycle"
 SENTENCE = "two ranks launch kernels that hold their SMs until the peers come in opposite orders, and both do not fit"
 UNIT = "kernels that hold SMs"
+READS = kinds.KERNELS
+NEEDS = ()
 
 DEFAULT_SMS = 132
 """SMs of a device where the trace's meta does not say (`sms`)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from dbo.check import hooks
 from dbo.check.happens import HappensBefore
 from dbo.check.hooks import unwound_steps
 from dbo.check.phases import in_phases
@@ -20,6 +21,8 @@ from dbo.trace.accesses import overlaps
 ID = "stream-race"
 SENTENCE = "a read is not ordered after its write, or a write after an earlier read or write"
 UNIT = "accesses of bytes"
+READS = (*kinds.WITH_BYTES, *hooks.READS)
+NEEDS = (kinds.OP,)
 
 
 _Touch = tuple[Access, bool, Record]

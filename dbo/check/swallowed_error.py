@@ -13,6 +13,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "swallowed-error"
 SENTENCE = "an error does not end its step with that error, or a step returns a short batch"
 UNIT = "ends of steps and errors"
+READS = (kinds.ERROR, kinds.STEP_END)
+NEEDS = (kinds.STEP_END,)
 
 JUDGED_ELSEWHERE = frozenset(("PeerFailed", "StepDrift", "CaptureError"))
 """A peer's failure, whose error is judged on that rank; and what `collective-mismatch` and `graph-capture` name better."""

@@ -11,6 +11,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "two-awake"
 SENTENCE = "two ubatches of a rank can run at once, since nothing puts one's hand-off before the other's start"
 UNIT = "turns of the baton"
+READS = (kinds.RESUME, kinds.UBATCH_ENTER, kinds.UBATCH_EXIT, kinds.YIELD)
+NEEDS = (kinds.UBATCH_ENTER,)
 
 
 @dataclass

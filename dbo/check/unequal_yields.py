@@ -13,6 +13,8 @@ from dbo.trace import Record, Trace, kinds
 ID = "unequal-yields"
 SENTENCE = "a ubatch yields another number of times than its schedule declares"
 UNIT = "ubatches of a step"
+READS = (kinds.BLOCKED, kinds.UBATCH_ENTER, kinds.UBATCH_EXIT, kinds.YIELD)
+NEEDS = (kinds.UBATCH_EXIT,)
 
 _Key = tuple[int, int, int]
 

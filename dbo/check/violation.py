@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,11 +60,15 @@ class Detector(Protocol):
         ID: the fault class.
         SENTENCE: what a violation of it means.
         UNIT: what `Findings.checked` counts.
+        READS: kinds of records that it looks at.
+        NEEDS: those without which it has checked nothing.
     """
 
     ID: str
     SENTENCE: str
     UNIT: str
+    READS: Sequence[str]
+    NEEDS: Sequence[str]
     detect: Callable[[Trace, HappensBefore], Findings]
 
 

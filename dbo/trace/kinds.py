@@ -154,9 +154,11 @@ HOST_WAIT = Kind(
 CHOICE = Kind(
     "choice",
     on="host",
-    worlds=("sim",),
-    when="the world gave an answer that another schedule could give otherwise: a query, a wait, who takes a baton",
-    attrs={"what": attr(str, "what was open, in words")},
+    when="the simulator gave an answer that another schedule may give otherwise: a query, or who takes a baton",
+    attrs={
+        "what": attr(str, "what was open, in words"),
+        "unless": maybe(int, "the record that closes it where it is ordered before this one; -1: none does"),
+    },
 )
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -397,3 +399,9 @@ BLOCKED = Kind(
 
 KINDS: dict[str, Kind] = {str(value): value for value in list(globals().values()) if isinstance(value, Kind)}
 """Every kind, by its name."""
+
+WITH_BYTES = (OP, EXCHANGE, SEND, RECV, TRANSFER, FREE)
+"""Kinds whose records name the bytes that they read and write."""
+
+KERNELS = (OP, COLLECTIVE, EXCHANGE, SEND, TRANSFER)
+"""Kinds whose records may take SMs."""
