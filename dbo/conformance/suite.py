@@ -21,6 +21,7 @@ import numpy as np
 from dbo.check import HappensBefore
 from dbo.errors import DBOError, RingError
 from dbo.trace import kinds
+from dbo.trace.kind import Kind
 
 
 class Launched(Protocol):
@@ -218,6 +219,28 @@ def host_collectives_add_and_gather(world: Any) -> None:
     require(gathered == [{"rank": r} for r in range(ranks)], f"objects by rank: {gathered}")
 
 
+_EXAMPLES: dict[type, Any] = {str: "conformance", int: 0, bool: False, dict: {}, list: []}
+
+
+def what_a_program_writes_arrives(world: Any) -> None:
+    """One record of each kind that programs owe to every world; the trace is looked at when the run is over."""
+    world.in_ubatch(-1, step=9)
+    for kind in _written_by_programs():
+        attrs = {name: _example(attr.type) for name, attr in kind.attrs.items() if attr.required}
+        world.trace.host(kind, "conformance", **attrs)
+    world.in_ubatch(-1, step=-1)
+
+
+def _written_by_programs() -> list[Kind]:
+    """Kinds of host records that the overlap system itself writes; barriers, waits and choices are the world's own."""
+    own = (kinds.BARRIER, kinds.HOST_WAIT, kinds.CHOICE)
+    return [kind for kind in kinds.KINDS.values() if kind.on == "host" and kind.worlds and kind not in own]
+
+
+def _example(types: Any) -> Any:
+    return _EXAMPLES[types[0] if isinstance(types, tuple) else types]
+
+
 HOST_CASES: tuple[Callable[[Any], None], ...] = (
     batons_hand_over_in_turn,
     a_barrier_opens_for_all,
@@ -226,6 +249,7 @@ HOST_CASES: tuple[Callable[[Any], None], ...] = (
     streams_and_tags_are_the_tasks_own,
     events_order_streams,
     host_collectives_add_and_gather,
+    what_a_program_writes_arrives,
 )
 
 
@@ -292,6 +316,8 @@ def run_suite(launch: Launch, *, ranks: int, numbers: bool = True, backends: Seq
     launched = launch(RunCases(numbers, tuple(backends)))
     results = _common(launched, ranks)
     results.append(_guarded("the_trace_is_ordered", lambda: _trace_is_ordered(launched)))
+    owed = [kind for kind in kinds.KINDS.values() if kind is not kinds.EXCHANGE or (numbers and "nccl" in backends)]
+    results.append(_guarded("records_keep_their_contract", lambda: _records_keep_their_contract(launched, owed)))
     results.append(_guarded("an_error_hangs_nobody", lambda: _error_hangs_nobody(launch(RaisesOnOneRank()))))
     results.append(_guarded("who_stays_away_is_named", lambda: _absence_is_named(launch(StaysAway()))))
     return results
@@ -334,6 +360,23 @@ def _trace_is_ordered(launched: Launched) -> None:
     for meet in meets:
         came = [m for m in members if m.attrs["index"] == meet.attrs["index"]]
         require(all(happens.ordered(m.id, meet.id) for m in came), f"members come before their meeting: {meet.name}")
+
+
+def _records_keep_their_contract(launched: Launched, owed: Sequence[Kind]) -> None:
+    """Each record carries what its kind says, and every kind that the world owes is there."""
+    world = launched.trace.meta["world"]
+    written: set[str] = set()
+    wrong: dict[str, str] = {}
+    for record in launched.trace.records:
+        written.add(record.kind)
+        kind = kinds.KINDS.get(record.kind)
+        problems = ["is of a kind that dbo.trace.kinds does not have"] if kind is None else kind.faults_of(record.attrs)
+        for problem in problems:
+            wrong.setdefault(f"{record.kind} {problem}", f"a record of kind {record.kind} (#{record.id}) {problem}")
+    wrong |= {
+        kind: f"no record of kind {kind}: {kind.when}" for kind in owed if world in kind.worlds and kind not in written
+    }
+    require(not wrong, "; ".join(wrong.values()))
 
 
 def _error_hangs_nobody(launched: Launched) -> None:

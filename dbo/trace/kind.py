@@ -44,7 +44,7 @@ class Kind(str):
         on: "host" (a host line writes it), "device" (a stream's line), or "end" (written when the run is over).
         when: when it is written, in one sentence.
         attrs: by name.
-        worlds: which worlds owe it in the conformance programs; empty: those programs give no reason to write one.
+        worlds: which worlds owe it in the programs of `dbo conform`; empty: those give no reason to write one.
     """
 
     __slots__ = ("attrs", "on", "when", "worlds")

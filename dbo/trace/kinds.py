@@ -154,6 +154,7 @@ HOST_WAIT = Kind(
 CHOICE = Kind(
     "choice",
     on="host",
+    worlds=("sim",),
     when="the simulator gave an answer that another schedule may give otherwise: a query, or who takes a baton",
     attrs={
         "what": attr(str, "what was open, in words"),
@@ -172,7 +173,6 @@ _TAGS = {"tags": maybe(dict, "by byte range, whose data it is")}
 OP = Kind(
     "op",
     on="device",
-    worlds=BOTH,
     when="a device operation has run; gpu: a span of them at one point",
     attrs={
         **_SMS,

@@ -9,6 +9,7 @@ import pytest
 from dbo.conformance import suite as conformance
 from dbo.conformance.suite import run_suite
 from gpu.world import launch as launch_processes
+from sim.engine import Engine
 from sim.streams import SimEvent
 from sim.world import launch as launch_simulated
 
@@ -112,6 +113,32 @@ def test_a_baton_that_loses_a_give_is_found():
 
     launched = launch_simulated(program, ranks=2, mode="ordering")
     assert launched.deadlocked
+
+
+@pytest.mark.parametrize("kind", ["yield", "step.end", "barrier", "wait", "choice", "meet"])
+def test_a_world_that_stops_writing_a_kind_is_named_with_it(kind):
+    def launch(program):
+        launched = launch_simulated(program, ranks=2, mode="ordering")
+        kept = {r.id for r in launched.trace.records if r.kind != kind}
+        for record in launched.trace.records:
+            record.after = tuple(id for id in record.after if id in kept)
+        launched.trace.records[:] = [r for r in launched.trace.records if r.kind != kind]
+        return launched
+
+    found = failures(run_suite(launch, ranks=2, numbers=False))
+    assert f"no record of kind {kind}" in found["records_keep_their_contract"]
+
+
+def test_a_world_that_writes_a_kind_otherwise_is_named_with_it(monkeypatch):
+    write = Engine.host_record
+
+    def without_index(self, task, kind, name="", attrs=None):
+        return write(self, task, kind, name, {k: v for k, v in (attrs or {}).items() if k != "index"})
+
+    monkeypatch.setattr(Engine, "host_record", without_index)
+    found = failures(run_suite(partial(launch_simulated, ranks=2, mode="ordering"), ranks=2, numbers=False))
+    assert "a record of kind yield" in found["records_keep_their_contract"]
+    assert "lacks index" in found["records_keep_their_contract"]
 
 
 def test_a_rank_that_does_not_wait_for_its_peers_is_found():
