@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dbo.errors import UsageError
-from dbo.schedule import Item, Program, Schedule
+from dbo.schedule import Item, LayerProgram, Schedule
 
 TOKEN_VERSION = "f2"
 SPELLING_VERSION = "f1"
@@ -82,7 +82,7 @@ class Case:
     @property
     def schedule(self) -> Schedule:
         """The schedule as a value, for this case's backend alone."""
-        programs = (Program(items=self.items),)
+        programs = (LayerProgram(items=self.items),)
         return Schedule(name="fuzzed", backends=(self.backend,), programs=programs, offset=self.offset)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from dbo.errors import ArgumentError, UsageError
-from dbo.schedule import Hook, Item, Point, Yield
+from dbo.schedule import Item, Point, RunRecvHook, Yield
 from fuzz.case import TOKEN_VERSION, Case, RequestPlan
 from fuzz.spelling import BACKENDS, EXCHANGES, MODES, POINTS, SHARED
 from sim.faults import CATALOGUE, Site
@@ -229,10 +229,10 @@ def _item(c: _Coder, item: Item | None, left: list[str]) -> Item:
     if isinstance(item, Point):
         kind = 2 + left.index(item.name) if item.name in left else again
     elif item is not None:
-        kind = int(isinstance(item, Hook))
+        kind = int(isinstance(item, RunRecvHook))
     kind = c.choice(kind, again + 1)
     if kind < 2:
-        return Hook() if kind else Yield()
+        return RunRecvHook() if kind else Yield()
     name = item.name if isinstance(item, Point) else None
     name = left.pop(kind - 2) if kind < again else _name(c, name, _POINTS)
     return Point(name, _name(c, item.stream if isinstance(item, Point) else None, _STREAMS))

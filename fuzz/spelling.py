@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 from dbo.errors import UsageError
-from dbo.schedule import Hook, Item, Point, Yield
+from dbo.schedule import Item, Point, RunRecvHook, Yield
 from fuzz.case import SPELLING_VERSION, Case, RequestPlan
 
 BACKENDS = {
@@ -128,13 +128,13 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def _item(item: Item) -> str:
     if isinstance(item, Yield):
         return "."
-    if isinstance(item, Hook):
+    if isinstance(item, RunRecvHook):
         return "h"
     return _LETTERS[item.name] + ("@" if item.stream == "comm" else "")
 
 
 def _items(text: str) -> tuple[Item, ...]:
-    make: dict[str, Callable[[], Item]] = {".": Yield, "h": Hook}
+    make: dict[str, Callable[[], Item]] = {".": Yield, "h": RunRecvHook}
     return tuple(
         make[word]() if word in make else Point(POINTS[word[0]], "comm" if word.endswith("@") else "compute")
         for word in re.findall(r"\w@?|\.", text)

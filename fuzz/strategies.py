@@ -16,7 +16,7 @@ from dbo import config as configuration
 from dbo.config import IMPLEMENTED
 from dbo.config.facts import DCP_COMM_BACKENDS, SHARED_EXPERTS
 from dbo.errors import ScheduleError
-from dbo.schedule import Hook, Item, Point, Program, Schedule, Yield, presets, validate
+from dbo.schedule import Item, LayerProgram, Point, RunRecvHook, Schedule, Yield, presets, validate
 from fuzz.case import Case, RequestPlan
 from fuzz.spelling import BACKENDS
 from fuzz.targets import clean_twin
@@ -63,7 +63,7 @@ def mutations(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         case "yield":
             items.insert(at, Yield())
         case "hook":
-            items.insert(at, Hook())
+            items.insert(at, RunRecvHook())
         case "swap":
             items[at - 1], items[at] = items[at], items[at - 1]
         case "move":
@@ -263,7 +263,7 @@ def planted_cases(
 
 
 def _alone(items: tuple[Item, ...], offset: int, backend: str) -> Schedule:
-    return Schedule(name="fuzzed", backends=(backend,), programs=(Program(items=items),), offset=offset)
+    return Schedule(name="fuzzed", backends=(backend,), programs=(LayerProgram(items=items),), offset=offset)
 
 
 def _accepted(schedule: Schedule, backend: str, num_ubatches: int) -> bool:

@@ -20,7 +20,7 @@ from dbo import config as configuration
 from dbo.check import Report, judge
 from dbo.config import DBOConfig, ModelShape
 from dbo.contract.world import World
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.requests import Request
 from dbo.engine.runner import StepOutcome
 from dbo.errors import UsageError
@@ -226,7 +226,7 @@ def job_of(case: Case) -> RankJob:
     validate_schedule(case.schedule, backend=case.backend, num_ubatches=case.ubatches)
     fault = fault_of(case)
     where = case.fault.partition(":")[2]
-    program_of: Callable[[int], Program] = CleanPrograms() if fault is None else fault.programs(config, where)
+    program_of: Callable[[int], Components] = CleanPrograms() if fault is None else fault.programs(config, where)
     weights_of = None
     if case.mode == "numeric":
         from fuzz.numeric import weights

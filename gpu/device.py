@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dbo.contract.task_state import ContextState
 from dbo.contract.world import TaskState
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.errors import CaptureError, NotAvailable, PeerFailed
@@ -20,9 +21,9 @@ from gpu.alltoall.gloo_low_latency import GlooLowLatency
 from gpu.group import DistGroup
 from gpu.host.threads import ThreadHost
 from gpu.record.ranges import Ranges
-from gpu.record.recorder import QUIET_POINTS, HostTask, Recorder, Tags, now_us
+from gpu.record.recorder import QUIET_POINTS, HostTask, RankRecorder, Tags, now_us
 from gpu.streams import CudaEvent, CudaStream, HostEvent, HostStream
-from gpu.tensors import ContextState, DeviceTensors, TorchTaskState, copy_rows, row_ops
+from gpu.tensors import DeviceTensors, StreamTaskState, copy_rows, row_ops
 from gpu.watch.flight_recorder import DEVICE, Board
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class GpuWorld:
         self.process_groups = groups
         self.board = board
         self.rows = board.rank(rank) if board is not None else None
-        self.trace = Recorder(rank, self.rows, place=_place_in_schedule, stamp=self._stamp, keep=keep_trace)
+        self.trace = RankRecorder(rank, self.rows, place=_place_in_schedule, stamp=self._stamp, keep=keep_trace)
         self.compute: Any = self._stream("compute")
         self.comm: Any = self._stream("comm")
         self.side: Any = self._stream("side")
@@ -289,7 +290,7 @@ class GpuWorld:
         self.trace.task.real_tokens = tokens
 
     def task_state(self) -> TaskState:
-        return TorchTaskState(self) if isinstance(self.host, ThreadHost) else ContextState()
+        return StreamTaskState(self) if isinstance(self.host, ThreadHost) else ContextState()
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ProbeAnswer:
     """One question: whether it is there, what there is, and what to do where it is not."""
 
     there: bool
@@ -74,8 +74,8 @@ class Found:
 
     python: str
     devices: tuple[Device, ...] = ()
-    libraries: dict[str, Answer] = field(default_factory=dict)
-    backends: dict[str, Answer] = field(default_factory=dict)
+    libraries: dict[str, ProbeAnswer] = field(default_factory=dict)
+    backends: dict[str, ProbeAnswer] = field(default_factory=dict)
 
 
 def device_count() -> int:
@@ -179,16 +179,20 @@ def deep_ep_version() -> tuple[str, str]:
     return _try(ask, "")
 
 
-def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict[str, Answer]:
+def _backends(devices: tuple[Device, ...], libraries: dict[str, ProbeAnswer]) -> dict[str, ProbeAnswer]:
     deep_ep, two = libraries["deep_ep"], len(devices) >= 2
     peers = two and all(len(d.peers) == len(devices) - 1 for d in devices)
-    no_device = Answer(there=False, what="no device", fix="gloo does not carry it: show a device, or use --world sim")
+    no_device = ProbeAnswer(
+        there=False, what="no device", fix="gloo does not carry it: show a device, or use --world sim"
+    )
     on_cpu = libraries["gloo"].there
-    backends = {"nccl": Answer(there=on_cpu, what="CPU tensors over gloo: --device cpu", fix=libraries["gloo"].fix)}
+    backends = {
+        "nccl": ProbeAnswer(there=on_cpu, what="CPU tensors over gloo: --device cpu", fix=libraries["gloo"].fix)
+    }
     backends |= dict.fromkeys(CPU_BACKENDS, backends["nccl"])
     if not devices:
         return backends | dict.fromkeys(("deepep_high_throughput", "deepep_v2"), no_device)
-    backends["nccl"] = Answer(
+    backends["nccl"] = ProbeAnswer(
         there=two and libraries["nccl"].there,
         what=f"{len(devices)} devices, NCCL {libraries['nccl'].what}",
         fix="" if two else "NCCL refuses two ranks on one device: show a second one, or --device cpu",
@@ -196,7 +200,7 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
     v1 = deep_ep.there and deep_ep.what.startswith("V1")
     shared = "" if two else ", ranks share the device (--share-device): for correctness, never for speed"
     for name in ("deepep_low_latency", "deepep_high_throughput"):
-        backends[name] = Answer(
+        backends[name] = ProbeAnswer(
             there=v1,
             what=f"DeepEP {deep_ep.what}{shared}" if v1 else deep_ep.what,
             fix="" if v1 else f"install {DEEPEP_V1}",
@@ -204,12 +208,12 @@ def _backends(devices: tuple[Device, ...], libraries: dict[str, Answer]) -> dict
     v2 = deep_ep.there and deep_ep.what.startswith("V2")
     right_nccl = nccl_version()[:3] == V2_NCCL
     needs = [f"install {DEEPEP_V2}"] * (not v2) + [f"load NCCL {'.'.join(map(str, V2_NCCL))} first"] * (not right_nccl)
-    backends["deepep_v2"] = Answer(
+    backends["deepep_v2"] = ProbeAnswer(
         there=v2 and right_nccl and two, what=deep_ep.what, fix="; ".join(needs + ["show a second device"] * (not two))
     )
     reach = "every device reaches every other" if peers else "no peer access between devices"
     driver = libraries["cuda_bindings"]
-    backends["symm_copy"] = Answer(
+    backends["symm_copy"] = ProbeAnswer(
         there=driver.there and (peers or not two),
         what=f"{reach}{shared}" if two else f"one device{shared}",
         fix=driver.fix if peers or not two else "use nccl, or --share-device",
@@ -238,14 +242,14 @@ def _devices() -> tuple[Device, ...]:
     return tuple(found)
 
 
-def _library(name: str, fix: str) -> Answer:
+def _library(name: str, fix: str) -> ProbeAnswer:
     if importlib.util.find_spec(name) is None:
-        return Answer(there=False, what="not installed", fix=fix)
+        return ProbeAnswer(there=False, what="not installed", fix=fix)
     version, why = _try(lambda: importlib.metadata.version(name), "")
-    return Answer(there=True, what=version or why or "installed")
+    return ProbeAnswer(there=True, what=version or why or "installed")
 
 
-def _cuda(devices: tuple[Device, ...]) -> Answer:
+def _cuda(devices: tuple[Device, ...]) -> ProbeAnswer:
     def ask() -> str:
         import torch
 
@@ -253,45 +257,49 @@ def _cuda(devices: tuple[Device, ...]) -> Answer:
 
     version, why = _try(ask, "")
     if devices:
-        return Answer(there=True, what=f"{version}, {len(devices)} × {devices[0].name}")
-    return Answer(
+        return ProbeAnswer(there=True, what=f"{version}, {len(devices)} × {devices[0].name}")
+    return ProbeAnswer(
         there=False,
         what=why or f"{version or 'torch without CUDA'}, no visible device",
         fix="install torch for CUDA and a driver, and set CUDA_VISIBLE_DEVICES",
     )
 
 
-def _cuda_bindings() -> Answer:
+def _cuda_bindings() -> ProbeAnswer:
     """The driver's stream memory operations, behind backend symm_copy; CUDA builds of torch bring the package."""
     answer, why = _try(lambda: importlib.import_module("cuda.bindings.driver") is not None, False)
-    return Answer(there=answer, what="installed" if answer else why, fix="" if answer else "pip install cuda-bindings")
+    return ProbeAnswer(
+        there=answer, what="installed" if answer else why, fix="" if answer else "pip install cuda-bindings"
+    )
 
 
-def _gloo() -> Answer:
+def _gloo() -> ProbeAnswer:
     def ask() -> bool:
         import torch.distributed as dist
 
         return bool(dist.is_available() and dist.is_gloo_available())
 
     there, why = _try(ask, False)
-    return Answer(there=there, what="with torch" if there else why or "not built", fix="" if there else "install torch")
+    return ProbeAnswer(
+        there=there, what="with torch" if there else why or "not built", fix="" if there else "install torch"
+    )
 
 
-def _nccl() -> Answer:
+def _nccl() -> ProbeAnswer:
     version = nccl_version()
     if version:
-        return Answer(there=True, what=".".join(map(str, version)))
-    return Answer(there=False, what="not with this torch", fix="install torch for CUDA")
+        return ProbeAnswer(there=True, what=".".join(map(str, version)))
+    return ProbeAnswer(there=False, what="not with this torch", fix="install torch for CUDA")
 
 
-def _deep_ep() -> Answer:
+def _deep_ep() -> ProbeAnswer:
     which, why = deep_ep_version()
     if which:
-        return Answer(there=True, what=f"{which}")
+        return ProbeAnswer(there=True, what=f"{which}")
     fix = (
         f"install {DEEPEP_V1} (V1) or {DEEPEP_V2} (V2): Python 3.12, CUDA 13; the package named deep-ep is another one"
     )
-    return Answer(there=False, what=why or "not installed", fix=fix)
+    return ProbeAnswer(there=False, what=why or "not installed", fix=fix)
 
 
 def _try(ask: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:

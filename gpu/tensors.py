@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from dbo import registry
+from dbo.contract.torch_task_state import TorchTaskState
 from dbo.moe.row_ops import TorchRowOps
 from dbo.moe.symm_copy_ops import TorchCopyRows
 
@@ -95,60 +95,18 @@ def copy_rows(world: GpuWorld) -> Any:
     return Told(world, TorchCopyRows() if kernels is None else kernels.copy_rows)
 
 
-class TorchTaskState:
-    """What a ubatch thread gets from the thread that started its work, for as long as the work lasts.
-
-    Context variables, grad and inference mode, autocast, dispatch and function modes, the device and its current
-    stream.
-    """
+class StreamTaskState:
+    """What a ubatch thread gets from the thread that started its work: torch's state, the device and its current stream."""
 
     def __init__(self, world: GpuWorld) -> None:
         self._world = world
-        self._context = contextvars.copy_context()
         self._stream = world.current_stream()
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        kind = world.device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self._modes = [*_modes()]
+        self._state = TorchTaskState(world.device.type)
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        def body() -> Any:
-            kind, dtype, enabled = self._autocast
-            with (
-                torch.inference_mode(self._inference),
-                torch.set_grad_enabled(self._grad),
-                torch.autocast(kind, dtype=dtype, enabled=enabled),
-            ):
-                return self._under_modes(list(self._modes), work, args)
-
         before = self._world.current_stream()
         self._world.set_stream(self._stream)
         try:
-            return self._context.copy().run(body)
+            return self._state.run(work, *args)
         finally:
             self._world.set_stream(before)
-
-    def _under_modes(self, modes: list[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if not modes:
-            return work(*args)
-        with modes.pop(0):
-            return self._under_modes(modes, work, args)
-
-
-class ContextState:
-    """The starter's context variables; what torch keeps a thread is the starter's already."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        return self._context.copy().run(work, *args)
-
-
-def _modes() -> list[Any]:
-    """Dispatch and function modes of the calling thread, outermost first."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]

@@ -52,7 +52,7 @@ PRELOADED = (
 
 
 @dataclass(kw_only=True)
-class Launched:
+class GpuRun:
     """What a run left: the trace, and per rank what the program returned or raised.
 
     Attributes:
@@ -89,7 +89,7 @@ def launch(
     slow_s: float | None = None,
     trace: bool = True,
     vehicle: str = "auto",
-) -> Launched:
+) -> GpuRun:
     """Run `program(world)` on every rank, to the end or until the watchdog ends it.
 
     Args:
@@ -286,7 +286,7 @@ def _uninterrupted() -> Iterator[None]:
             before(*came[0])
 
 
-def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s: float) -> Launched:
+def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s: float) -> GpuRun:
     left = [transport.read(spec.left_at("out")) for spec in specs]
     partial = [found or transport.read(spec.left_at("part")) for found, spec in zip(left, specs, strict=True)]
     path = folder / "report.json"
@@ -299,7 +299,7 @@ def _collect(specs: list[Any], folder: Path, ended: _Ended, device: str, begun_s
     ]
     if report is not None and report["reason"] != "failed":
         _add_blocked(trace, report["waiters"])
-    return Launched(
+    return GpuRun(
         trace=trace,
         values=[found.value if found else None for found in left],
         errors=errors,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dbo.trace import Access, kinds
 from sim import tensors
@@ -166,33 +162,6 @@ class NumericMover:
         """Write the peers' rows, by rank."""
         for part, block in zip(self._output.split(self._output_splits), blocks, strict=True):
             part.copy_(block)
-
-
-class TorchTaskState:
-    """What a ubatch thread inherits: context variables, grad and inference mode, autocast, function and dispatch modes.
-
-    A default device is a function mode.
-    """
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self._modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
-
-    def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        def body() -> Any:
-            enabled, dtype = self._autocast
-            with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(self._inference))
-                stack.enter_context(torch.set_grad_enabled(self._grad))
-                stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
-                for mode in self._modes:  # outermost first
-                    stack.enter_context(mode)
-                return work(*args)
-
-        return self._context.copy().run(body)
 
 
 def release() -> None:

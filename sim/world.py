@@ -8,7 +8,6 @@ The happy path is one canonical run; who runs next is the scheduler's `Strategy`
 
 from __future__ import annotations
 
-import contextvars
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from dbo.contract.task_state import ContextState
 from dbo.dcp.interface import DCPShape
 from dbo.trace import Trace, kinds
 from dbo.trace.collector import collector_paused
@@ -40,7 +40,7 @@ Tags = tuple[int, int, int, str]
 
 
 @dataclass(kw_only=True)
-class Launched:
+class SimRun:
     """What a run left: the trace, and per rank what the program returned or raised."""
 
     trace: Trace = field(repr=False)
@@ -329,7 +329,7 @@ class SimWorld:
 
     def task_state(self) -> Any:
         if self.mode == "numeric":
-            from sim.numeric import TorchTaskState
+            from dbo.contract.torch_task_state import TorchTaskState
 
             return TorchTaskState()
         return ContextState()
@@ -355,16 +355,6 @@ class SimWorld:
 def _path_of(module: str) -> str:
     """The file of a module as reports show it; empty for the simulator and what lies between it and its caller."""
     return "" if module.startswith(("sim.", "torch", "contextlib")) else f"{module.replace('.', '/')}.py"
-
-
-class ContextState:
-    """The calling task's context variables."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        return self._context.copy().run(work, *args)
 
 
 class SimHost:
@@ -403,7 +393,7 @@ def launch(
     vehicle: str | None = None,
     strategy: Strategy | None = None,
     cost: CostTable | None = None,
-) -> Launched:
+) -> SimRun:
     """Run `program(world)` on every rank of a simulated machine, to the end or to a deadlock.
 
     Args:
@@ -431,7 +421,7 @@ def launch(
         with collector_paused():  # not with numbers: there it frees tensors
             cluster.scheduler.run()
     errors = [None if isinstance(t.error, TaskKilled) else t.error for t in tasks]
-    return Launched(
+    return SimRun(
         trace=cluster.trace,
         values=values,
         errors=errors,

@@ -34,7 +34,7 @@ Path_ = tuple[str, str, Callable[[], torch.Tensor] | None, str]
 """Name, mode, one exchange (None: not run here) and a note."""
 
 
-class Group:
+class GlooDCPGroup:
     """`dbo.dcp.groups.DCPGroup` over the default process group."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _main(bench: DCPBench, rank: int, store: str, answers: Any) -> None:
         timeout=timedelta(seconds=TIMEOUT_S / 2),
     )
     try:
-        rows = list(_rows(bench, Group(), device))
+        rows = list(_rows(bench, GlooDCPGroup(), device))
         if rank == 0:
             answers.put(rows)
         dist.barrier()
@@ -130,7 +130,7 @@ def _main(bench: DCPBench, rank: int, store: str, answers: Any) -> None:
         dist.destroy_process_group()
 
 
-def _rows(bench: DCPBench, group: Group, device: str) -> Iterator[DCPRow]:
+def _rows(bench: DCPBench, group: GlooDCPGroup, device: str) -> Iterator[DCPRow]:
     workspace = WorkspaceManager(device)
     item_bytes = getattr(torch, bench.dtype).itemsize
     with torch.inference_mode():
@@ -143,7 +143,9 @@ def _rows(bench: DCPBench, group: Group, device: str) -> Iterator[DCPRow]:
                 yield row if call is None else _measured(bench, row, call, inputs, device)
 
 
-def _paths(bench: DCPBench, inputs: Inputs, group: Group, workspace: WorkspaceManager, device: str) -> Iterator[Path_]:
+def _paths(
+    bench: DCPBench, inputs: Inputs, group: GlooDCPGroup, workspace: WorkspaceManager, device: str
+) -> Iterator[Path_]:
     out, lse = inputs.out, inputs.lse
     kernels = TORCH_KERNELS if device == "cpu" else dcp_bench_device().kernels()
     slot = Slot(0, "dcp")
@@ -203,7 +205,7 @@ def _slowest(value: float, device: str) -> float:
     return float(worst)
 
 
-def _bare_ms(bench: DCPBench, rows: int, group: Group, device: str) -> float:
+def _bare_ms(bench: DCPBench, rows: int, group: GlooDCPGroup, device: str) -> float:
     """An all-to-all of as many bytes, and nothing else; the fastest of the samples."""
     dtype = getattr(torch, bench.dtype)
     width = bench.head_dim + lse_pack_dim(dtype)

@@ -180,7 +180,7 @@ def gain_over_best(row: MoERow, rows: Sequence[MoERow]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GainVerdict:
     """One target. `reached` is None where nothing was measured that it speaks of."""
 
     target: str
@@ -192,7 +192,7 @@ class Verdict:
         return f"{word}: {self.target}{f' ({self.detail})' if self.detail else ''}"
 
 
-def verdicts(rows: Sequence[MoERow], host_ratio: float | None = None) -> list[Verdict]:
+def verdicts(rows: Sequence[MoERow], host_ratio: float | None = None) -> list[GainVerdict]:
     """Which targets are reached. Each batch is judged by its fastest run, with and without DBO.
 
     Args:
@@ -245,22 +245,22 @@ def verdicts(rows: Sequence[MoERow], host_ratio: float | None = None) -> list[Ve
     ]
 
 
-def _all(target: str, found: Mapping[Batch, float], bound: float, form: str, *, at_most: bool = False) -> Verdict:
+def _all(target: str, found: Mapping[Batch, float], bound: float, form: str, *, at_most: bool = False) -> GainVerdict:
     """Every batch reaches the bound; those that do not are named, else the one that is nearest to it."""
     if not found:
-        return Verdict(target=target, reached=None, detail="")
+        return GainVerdict(target=target, reached=None, detail="")
     missed = {b: value for b, value in found.items() if (value > bound if at_most else value < bound)}
     pick = max if at_most else min
     told = missed or {b: found[b] for b in [pick(found, key=found.__getitem__)]}
     detail = ", ".join(f"{_name(batch)} {form.format(value)}".strip() for batch, value in told.items())
-    return Verdict(target=target, reached=not missed, detail=detail)
+    return GainVerdict(target=target, reached=not missed, detail=detail)
 
 
-def _any(target: str, found: Mapping[Batch, float], bound: float) -> Verdict:
+def _any(target: str, found: Mapping[Batch, float], bound: float) -> GainVerdict:
     if not found:
-        return Verdict(target=target, reached=None, detail="")
+        return GainVerdict(target=target, reached=None, detail="")
     best = max(found, key=found.__getitem__)
-    return Verdict(target=target, reached=found[best] >= bound, detail=f"{_name(best)} {found[best]:.3f}")
+    return GainVerdict(target=target, reached=found[best] >= bound, detail=f"{_name(best)} {found[best]:.3f}")
 
 
 def _name(batch: Batch) -> str:

@@ -14,8 +14,8 @@ from dbo.bench.moe_figures import (
     HALVES,
     NO_DBO,
     Batch,
+    GainVerdict,
     MoERow,
-    Verdict,
     best_without,
     gain_over_best,
 )
@@ -133,7 +133,7 @@ def head(command: str, measured: Measured) -> str:
     return "\n".join([*measured.machine, f"again: {command}", UNITS])
 
 
-def page(command: str, measured: Measured, found: Sequence[Verdict]) -> str:
+def page(command: str, measured: Measured, found: Sequence[GainVerdict]) -> str:
     """Everything, in order."""
     blocks = [head(command, measured)]
     batches = dict.fromkeys((row.shape, row.tokens, row.mode) for row in measured.rows)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 YIELDS = 3
 
 
-class Baton(Protocol):
+class RingBaton(Protocol):
     """What `threading.Event` offers."""
 
     def set(self) -> None: ...
@@ -16,7 +16,7 @@ class Baton(Protocol):
     def wait(self) -> Any: ...
 
 
-class Barrier(Protocol):
+class RingBarrier(Protocol):
     """What `threading.Barrier` offers."""
 
     def wait(self) -> Any: ...
@@ -30,7 +30,7 @@ class TwoThreadRing:
         batons: one a thread.
     """
 
-    def __init__(self, barrier: Barrier, batons: Sequence[Baton]) -> None:
+    def __init__(self, barrier: RingBarrier, batons: Sequence[RingBaton]) -> None:
         self.barrier = barrier
         self.batons = batons
         self.batons[0].set()

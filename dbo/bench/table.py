@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dbo.bench.timing import Result
+from dbo.bench.timing import BenchResult
 
 _HEADER = ("benchmark", "median", "spread", "target", "", "what")
 _WORDS = {True: "reached", False: "MISSED", None: ""}
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[BenchResult]) -> str:
     """One line a benchmark: median, least and largest sample, target, whether it is reached; then the notes."""
     rows = [_HEADER, *(_row(result) for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
@@ -20,7 +20,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+def to_json(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
     """One object a benchmark."""
     return [
         {
@@ -39,7 +39,7 @@ def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     ]
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: BenchResult) -> tuple[str, ...]:
     benchmark = result.benchmark
     low, high = result.spread
     target = "" if benchmark.target is None else f"{benchmark.target} {benchmark.unit}"

@@ -54,7 +54,7 @@ class Benchmark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class BenchResult:
     """A benchmark's samples, in order."""
 
     benchmark: Benchmark
@@ -76,7 +76,7 @@ class Result:
         return None if target is None else target.reached(self.median)
 
 
-def measure(benchmark: Benchmark, repeat: int) -> Result:
+def measure(benchmark: Benchmark, repeat: int) -> BenchResult:
     """Sample up to `repeat` times, after one that warms up where a sample is short."""
     times = min(repeat, benchmark.most)
     if benchmark.most > 1:
@@ -85,7 +85,7 @@ def measure(benchmark: Benchmark, repeat: int) -> Result:
     for _ in range(times):
         gc.collect()  # what the sample before left behind is not this one's cost
         samples.append(benchmark.sample())
-    return Result(benchmark=benchmark, samples=tuple(samples))
+    return BenchResult(benchmark=benchmark, samples=tuple(samples))
 
 
 def milliseconds(work: Callable[[], object]) -> float:

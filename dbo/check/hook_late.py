@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from dbo.check import hooks
 from dbo.check.happens import HappensBefore
-from dbo.check.hooks import Hook, hooks_of
+from dbo.check.hooks import HookHistory, hooks_of
 from dbo.check.violation import Findings
 from dbo.errors import UsageError
 from dbo.trace import Record, Trace, kinds
@@ -43,7 +43,7 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     return found
 
 
-def _early_reader(hook: Hook, readers: list[Record]) -> Record | None:
+def _early_reader(hook: HookHistory, readers: list[Record]) -> Record | None:
     receive = hook.receives[0]
     if not receive.writes:
         raise UsageError.of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dbo.check import hooks
 from dbo.check.happens import HappensBefore
-from dbo.check.hooks import Hook, hooks_of, unwound_steps
+from dbo.check.hooks import HookHistory, hooks_of, unwound_steps
 from dbo.check.violation import Findings
 from dbo.trace import Trace, kinds
 
@@ -40,10 +40,10 @@ def detect(trace: Trace, happens: HappensBefore) -> Findings:
     return found
 
 
-def _overwritten(hooks: list[Hook]) -> dict[int, Hook]:
+def _overwritten(hooks: list[HookHistory]) -> dict[int, HookHistory]:
     """For the registration of each hook that was pending when the next one was left with the same holder: that one."""
-    pending: dict[tuple[int, int, int], Hook] = {}
-    over: dict[int, Hook] = {}
+    pending: dict[tuple[int, int, int], HookHistory] = {}
+    over: dict[int, HookHistory] = {}
     for hook in hooks:
         record = hook.registered
         place = (record.rank, record.step, hook.holder)

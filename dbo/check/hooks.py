@@ -35,7 +35,7 @@ _AFTER_A_HOOK = frozenset(
 
 
 @dataclass
-class Hook:
+class HookHistory:
     """One registered hook.
 
     Attributes:
@@ -60,12 +60,12 @@ class Hook:
         return int(need(self.registered, "holder"))
 
 
-def hooks_of(trace: Trace) -> list[Hook]:
+def hooks_of(trace: Trace) -> list[HookHistory]:
     """Every registered hook of a trace, in order, with what happened to it."""
-    hooks: dict[tuple[int, int, int], Hook] = {}
+    hooks: dict[tuple[int, int, int], HookHistory] = {}
     for record in trace.of_kind(kinds.HOOK_REGISTER):
         number = need(record, "hook")
-        hooks[record.rank, record.step, number] = Hook(number, record)
+        hooks[record.rank, record.step, number] = HookHistory(number, record)
     for record in trace.of_kind(kinds.HOOK_RUN, kinds.HOOK_DROP):
         hook = hooks.get((record.rank, record.step, need(record, "hook")))
         if hook is not None:
@@ -87,7 +87,7 @@ def unwound_steps(trace: Trace) -> set[tuple[int, int]]:
     return {(r.rank, r.step) for r in trace.of_kind(kinds.ERROR) if r.line.startswith("u")}
 
 
-def _attach_receives(trace: Trace, hooks: list[Hook]) -> None:
+def _attach_receives(trace: Trace, hooks: list[HookHistory]) -> None:
     """A hook launches the receives that its owner's records carry between its run and the runner's next turn."""
     ends: dict[tuple[int, str], list[int]] = {}
     for record in trace.records:

@@ -7,7 +7,7 @@ import argparse
 from dbo import registry
 from dbo.bench import dcp, moe
 from dbo.bench.table import table, to_json
-from dbo.bench.timing import Result, chosen, measure
+from dbo.bench.timing import BenchResult, chosen, measure
 from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, reached: Reached) -> Answer:
     if args.world in PROCESSES:
         text, data, right = PROCESSES[args.world].run(args, reached.stage)
         return Answer(text=text, data=data, exit=Exit.GOOD if right else Exit.VIOLATION)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     benchmarks = chosen(registry.benchmarks(args.world), args.only)
     interrupted = False
     try:

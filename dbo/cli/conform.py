@@ -12,7 +12,7 @@ from dbo import registry
 from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
-from dbo.conformance.suite import Result, run_suite
+from dbo.conformance.suite import CaseResult, run_suite
 
 HELP = "check a world against the contract"
 
@@ -68,7 +68,7 @@ def launcher(
     return launch, tuple(machine.backends)
 
 
-def table(results: list[Result], title: str) -> str:
+def table(results: list[CaseResult], title: str) -> str:
     """One line a case, the problem under it."""
     lines = [f"conformance: {title}"]
     for result in results:

@@ -19,7 +19,7 @@ ID_KEYS = ("prompt_token_ids", "token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class PromptLine:
     """One prompt: `content` is text, or token ids; `where` names its line for messages."""
 
     where: str
@@ -30,7 +30,7 @@ class Line:
 class PromptFile:
     """Prompts of a file, in its order. Implements `dbo.job.types.PromptSource`."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[PromptLine, ...]
     name: str = ""
 
     def encode(self, *, encode: Callable[[str], Sequence[int]], vocab_size: int, max_tokens: int) -> list[list[int]]:
@@ -74,13 +74,13 @@ def read_prompts(path: Path) -> PromptFile:
     return PromptFile(lines=lines, name=str(path))
 
 
-def _text_line(where: str, line: str) -> Line:
+def _text_line(where: str, line: str) -> PromptLine:
     if not line.strip():
         raise PromptError(_empty(where))
-    return Line(where=where, content=line)
+    return PromptLine(where=where, content=line)
 
 
-def _json_line(where: str, line: str) -> Line:
+def _json_line(where: str, line: str) -> PromptLine:
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -95,10 +95,10 @@ def _json_line(where: str, line: str) -> Line:
             raise PromptError(f"{where}: a token id is an integer, not {_short(token)}; encode the prompt first")
     if not ids:
         raise PromptError(_empty(where))
-    return Line(where=where, content=ids)
+    return PromptLine(where=where, content=ids)
 
 
-def _encode(line: Line, encode: Callable[[str], Sequence[int]], vocab_size: int, max_tokens: int) -> list[int]:
+def _encode(line: PromptLine, encode: Callable[[str], Sequence[int]], vocab_size: int, max_tokens: int) -> list[int]:
     ids = list(line.content) if isinstance(line.content, list) else [int(token) for token in encode(line.content)]
     if not ids:
         raise PromptError(_empty(line.where))

@@ -10,7 +10,7 @@ from dbo.config.options import DBOConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ConfigUnderTest:
     """A configuration and what it is meant for.
 
     Attributes:
@@ -23,4 +23,4 @@ class Case:
     capabilities: frozenset[str]
 
 
-Rule = Callable[[Case], Iterator[str]]
+Rule = Callable[[ConfigUnderTest], Iterator[str]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from dbo.config import facts, rules_exchange, rules_sizes, rules_ubatching, rules_values
-from dbo.config.case import Case, Rule
+from dbo.config.case import ConfigUnderTest, Rule
 from dbo.config.facts import DeviceLimits, ModelShape, Workload
 from dbo.config.options import DBOConfig
 from dbo.config.support import require_implemented
@@ -60,7 +60,9 @@ def validate(
         ConfigError: the first rule that is broken.
         NotAvailable: the configuration is right, and this build or this machine cannot run it.
     """
-    case = Case(config=config, model=model, device=device or DeviceLimits(), capabilities=frozenset(capabilities))
+    case = ConfigUnderTest(
+        config=config, model=model, device=device or DeviceLimits(), capabilities=frozenset(capabilities)
+    )
     for sentence in refusals(case):
         raise ConfigError(sentence)
     if config.world == "gpu" and case.device.num_devices == 0:
@@ -69,7 +71,7 @@ def validate(
     return list(_warnings(config, workload))
 
 
-def refusals(case: Case) -> Iterator[str]:
+def refusals(case: ConfigUnderTest) -> Iterator[str]:
     """All sentences that object, in order. Values of the wrong type or outside the choices end the list at once."""
     basic = list(rules_values.values(case))
     yield from basic

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dbo.config import capacity, facts
-from dbo.config.case import Case
+from dbo.config.case import ConfigUnderTest
 from dbo.config.facts import BACKENDS
 from dbo.errors import refusal
 
 
-def experts(case: Case) -> Iterator[str]:
+def experts(case: ConfigUnderTest) -> Iterator[str]:
     config, model = case.config, case.model
     if config.enable_expert_parallel and model.num_experts % config.num_ranks:
         yield refusal(
@@ -21,7 +21,7 @@ def experts(case: Case) -> Iterator[str]:
         )
 
 
-def comm_sms(case: Case) -> Iterator[str]:
+def comm_sms(case: ConfigUnderTest) -> Iterator[str]:
     config, sms = case.config, case.config.dbo_comm_sms
     backend = BACKENDS[config.all2all_backend]
     if sms % 2:
@@ -42,7 +42,7 @@ def comm_sms(case: Case) -> Iterator[str]:
         )
 
 
-def options_of_low_latency(case: Case) -> Iterator[str]:
+def options_of_low_latency(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if config.all2all_backend == facts.LOW_LATENCY:
         return
@@ -56,7 +56,7 @@ def options_of_low_latency(case: Case) -> Iterator[str]:
             )
 
 
-def low_latency(case: Case) -> Iterator[str]:
+def low_latency(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if config.all2all_backend != facts.LOW_LATENCY:
         return
@@ -93,7 +93,7 @@ def low_latency(case: Case) -> Iterator[str]:
         )
 
 
-def payload(case: Case) -> Iterator[str]:
+def payload(case: ConfigUnderTest) -> Iterator[str]:
     backend = BACKENDS[case.config.all2all_backend]
     hidden_size, dtype = case.model.hidden_size, case.config.dtype
     if (
@@ -115,7 +115,7 @@ def payload(case: Case) -> Iterator[str]:
         )
 
 
-def decode_context_parallel(case: Case) -> Iterator[str]:
+def decode_context_parallel(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     size, interleave = config.decode_context_parallel_size, config.cp_kv_cache_interleave_size
     if size == 1:

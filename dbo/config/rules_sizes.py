@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dbo.config.case import Case
+from dbo.config.case import ConfigUnderTest
 from dbo.errors import refusal
 
 
-def batch_sizes(case: Case) -> Iterator[str]:
+def batch_sizes(case: ConfigUnderTest) -> Iterator[str]:
     config, model = case.config, case.model
     if config.max_num_seqs > config.max_num_batched_tokens:
         yield refusal(
@@ -36,7 +36,7 @@ def batch_sizes(case: Case) -> Iterator[str]:
         )
 
 
-def captured_sizes(case: Case) -> Iterator[str]:
+def captured_sizes(case: ConfigUnderTest) -> Iterator[str]:
     config, sizes = case.config, case.config.capture_sizes
     if sizes is None:
         return
@@ -65,7 +65,7 @@ def captured_sizes(case: Case) -> Iterator[str]:
         )
 
 
-def model_family(case: Case) -> Iterator[str]:
+def model_family(case: ConfigUnderTest) -> Iterator[str]:
     model = case.model
     if model.scoring_func != "softmax":
         yield refusal(
@@ -79,7 +79,7 @@ def model_family(case: Case) -> Iterator[str]:
         )
 
 
-def visible_devices(case: Case) -> Iterator[str]:
+def visible_devices(case: ConfigUnderTest) -> Iterator[str]:
     config, devices = case.config, case.device.num_devices
     # A machine without any device is not a wrong configuration; `validate` says so with another exit code.
     if config.world == "gpu" and 0 < devices < config.num_ranks:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dbo.config import facts
-from dbo.config.case import Case
+from dbo.config.case import ConfigUnderTest
 from dbo.config.facts import BACKENDS
 from dbo.config.options import DBO_ONLY_FIELDS
 from dbo.errors import refusal
 
 
-def dbo_needs_expert_parallelism(case: Case) -> Iterator[str]:
+def dbo_needs_expert_parallelism(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if not config.enable_dbo:
         return
@@ -30,7 +30,7 @@ def dbo_needs_expert_parallelism(case: Case) -> Iterator[str]:
         )
 
 
-def ubatch_count(case: Case) -> Iterator[str]:
+def ubatch_count(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if config.enable_dbo and config.num_ubatches < 2:
         yield refusal(
@@ -47,7 +47,7 @@ def ubatch_count(case: Case) -> Iterator[str]:
         )
 
 
-def thresholds(case: Case) -> Iterator[str]:
+def thresholds(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
         value = getattr(config, name)
@@ -72,7 +72,7 @@ def thresholds(case: Case) -> Iterator[str]:
             )
 
 
-def options_of_dbo(case: Case) -> Iterator[str]:
+def options_of_dbo(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if config.enable_dbo:
         return
@@ -87,7 +87,7 @@ def options_of_dbo(case: Case) -> Iterator[str]:
             )
 
 
-def split_points(case: Case) -> Iterator[str]:
+def split_points(case: ConfigUnderTest) -> Iterator[str]:
     config = case.config
     if config.split_points is None or not config.enable_dbo:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dbo.config import facts
-from dbo.config.case import Case
+from dbo.config.case import ConfigUnderTest
 from dbo.errors import refusal
 
 _AT_LEAST = {
@@ -35,7 +35,7 @@ _CHOICES = {
 }
 
 
-def values(case: Case) -> Iterator[str]:
+def values(case: ConfigUnderTest) -> Iterator[str]:
     """Each option by itself: its type, its choices, its least value."""
     for name, choices in _CHOICES.items():
         value = getattr(case.config, name)

@@ -24,7 +24,7 @@ from dbo.trace import kinds
 from dbo.trace.kind import Kind
 
 
-class Launched(Protocol):
+class RunResult(Protocol):
     """What a world's `launch` returns, as far as this suite reads it."""
 
     trace: Any
@@ -33,7 +33,7 @@ class Launched(Protocol):
     deadlocked: bool
 
 
-Launch = Callable[..., Launched]
+Launch = Callable[..., RunResult]
 """`launch(program)`: on every rank, numbers or not as the caller chose."""
 
 
@@ -42,7 +42,7 @@ class ConformanceError(DBOError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CaseResult:
     """One case: its name and what went wrong, "" when nothing did."""
 
     name: str
@@ -305,7 +305,7 @@ class StaysAway:
         return "returned"
 
 
-def run_suite(launch: Launch, *, ranks: int, numbers: bool = True, backends: Sequence[str] = ()) -> list[Result]:
+def run_suite(launch: Launch, *, ranks: int, numbers: bool = True, backends: Sequence[str] = ()) -> list[CaseResult]:
     """Run all cases in the world behind `launch` and say which passed.
 
     Args:
@@ -323,7 +323,7 @@ def run_suite(launch: Launch, *, ranks: int, numbers: bool = True, backends: Seq
     return results
 
 
-def _common(launched: Launched, ranks: int) -> list[Result]:
+def _common(launched: RunResult, ranks: int) -> list[CaseResult]:
     problems: dict[str, list[str]] = {}
     for rank in range(ranks):
         if launched.values[rank] is None:
@@ -331,19 +331,19 @@ def _common(launched: Launched, ranks: int) -> list[Result]:
             continue
         for name, problem in launched.values[rank]:
             problems.setdefault(name, []).extend([f"rank {rank}: {problem}"] if problem else [])
-    return [Result(name=name, problem="\n".join(found)) for name, found in problems.items()]
+    return [CaseResult(name=name, problem="\n".join(found)) for name, found in problems.items()]
 
 
-def _guarded(name: str, judge: Callable[[], None]) -> Result:
+def _guarded(name: str, judge: Callable[[], None]) -> CaseResult:
     try:
         judge()
     except Exception as error:
         text = str(error) if isinstance(error, ConformanceError) else "".join(traceback.format_exception(error))
-        return Result(name=name, problem=text)
-    return Result(name=name)
+        return CaseResult(name=name, problem=text)
+    return CaseResult(name=name)
 
 
-def _trace_is_ordered(launched: Launched) -> None:
+def _trace_is_ordered(launched: RunResult) -> None:
     """Every edge points backwards, and what a baton or a barrier orders is ordered in the trace."""
     happens = HappensBefore(launched.trace)
     barriers = [r for r in launched.trace.of_kind(kinds.BARRIER) if r.rank == 0 and r.name == "all"]
@@ -362,7 +362,7 @@ def _trace_is_ordered(launched: Launched) -> None:
         require(all(happens.ordered(m.id, meet.id) for m in came), f"members come before their meeting: {meet.name}")
 
 
-def _records_keep_their_contract(launched: Launched, owed: Sequence[Kind]) -> None:
+def _records_keep_their_contract(launched: RunResult, owed: Sequence[Kind]) -> None:
     """Each record carries what its kind says, and every kind that the world owes is there."""
     world = launched.trace.meta["world"]
     written: set[str] = set()
@@ -379,12 +379,12 @@ def _records_keep_their_contract(launched: Launched, owed: Sequence[Kind]) -> No
     require(not wrong, "; ".join(wrong.values()))
 
 
-def _error_hangs_nobody(launched: Launched) -> None:
+def _error_hangs_nobody(launched: RunResult) -> None:
     require(isinstance(launched.errors[1], ValueError), f"rank 1 ends with its own error: {launched.errors[1]!r}")
     require(launched.values[0] is None, f"rank 0 cannot end normally: {launched.values[0]!r}")
 
 
-def _absence_is_named(launched: Launched) -> None:
+def _absence_is_named(launched: RunResult) -> None:
     require(launched.deadlocked, "the run is ended and reported as stuck")
     blocked = [r for r in launched.trace.of_kind(kinds.BLOCKED) if r.rank == 0]
     require(bool(blocked), "rank 0 is reported as blocked")

@@ -27,7 +27,7 @@ class _Meeting:
 
 
 @dataclass
-class LocalGroup:
+class LocalDCPGroup:
     """One rank's view of the group; satisfies `DCPGroup`.
 
     Attributes:
@@ -65,7 +65,7 @@ class LocalGroup:
         return [theirs for theirs in self.meeting.inputs if theirs is not None]
 
 
-def run_ranks(world_size: int, program: Callable[[LocalGroup], Result], *, timeout_s: float = 30.0) -> list[Result]:
+def run_ranks(world_size: int, program: Callable[[LocalDCPGroup], Result], *, timeout_s: float = 30.0) -> list[Result]:
     """Run `program(group)` on every rank at once.
 
     Returns:
@@ -81,7 +81,7 @@ def run_ranks(world_size: int, program: Callable[[LocalGroup], Result], *, timeo
 
     def body(rank: int) -> None:
         try:
-            results[rank] = program(LocalGroup(world_size, rank, meeting))
+            results[rank] = program(LocalDCPGroup(world_size, rank, meeting))
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()

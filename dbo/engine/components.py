@@ -27,7 +27,7 @@ def _never(step: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Components:
     """One rank's program.
 
     Attributes:

@@ -21,7 +21,7 @@ from dbo.config import DBOConfig
 from dbo.contract.world import World
 from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
 from dbo.engine.batch import ModelInputs, build_batch, dummy_batch
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.sampling import sample
 from dbo.engine.scheduled import ScheduledBatch, reads_new_kv, uniform_query_len
 from dbo.engine.scheduler import RequestScheduler
@@ -84,7 +84,7 @@ class GPUModelRunner:
         kv_caches: Sequence[Any],
         metadata_of: Callable[[Any], Any],
         scheduler: RequestScheduler,
-        program: Program | None = None,
+        program: Components | None = None,
         keep_logits: bool = False,
         serial: bool = False,
     ) -> None:
@@ -95,7 +95,7 @@ class GPUModelRunner:
         self.kv_caches = kv_caches
         self.metadata_of = metadata_of
         self.scheduler = scheduler
-        self.program = program or Program()
+        self.program = program or Components()
         self.keep_logits = keep_logits
         self.serial = serial
         self.next_step = 0

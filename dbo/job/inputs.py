@@ -13,7 +13,7 @@ from typing import Any
 from dbo import registry
 from dbo.config import BACKENDS, DBOConfig, ModelShape
 from dbo.config.facts import BackendFacts
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import UsageError
 from dbo.job.rank import CleanPrograms, RequestSpec
 from dbo.job.types import CheckRequest, Progress
@@ -166,7 +166,7 @@ def spread(prompts: Sequence[Sequence[int]], ranks: int, max_new_tokens: int) ->
     return spread
 
 
-def programs_of(request: CheckRequest, config: DBOConfig) -> Callable[[int], Program]:
+def programs_of(request: CheckRequest, config: DBOConfig) -> Callable[[int], Components]:
     if request.inject is None:
         return CleanPrograms()
     fault, where = fault_of(request, request.inject)

@@ -15,7 +15,7 @@ import numpy as np
 from dbo.config import DBOConfig, compare_configs, effective, facts
 from dbo.contract.world import World
 from dbo.dcp.interface import ContextParallel, DCPShape
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.requests import Request
 from dbo.engine.runner import GPUModelRunner, StepOutcome
 from dbo.engine.scheduler import RequestScheduler
@@ -45,8 +45,8 @@ class RequestSpec:
 class CleanPrograms:
     """Every rank runs the shipped program."""
 
-    def __call__(self, rank: int) -> Program:
-        return Program()
+    def __call__(self, rank: int) -> Components:
+        return Components()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class RankJob:
     schedule: Schedule
     requests: Sequence[Sequence[RequestSpec]]
     weights_of: Callable[[int, int], dict[str, Any]] | None = None
-    program_of: Callable[[int], Program] = field(default_factory=CleanPrograms)
+    program_of: Callable[[int], Components] = field(default_factory=CleanPrograms)
     keep_logits: bool = False
     serial: bool = False
     max_steps: int = 0
@@ -158,14 +158,14 @@ def start_rank(world: World, job: RankJob) -> GPUModelRunner:
     return runner
 
 
-def agree_on_config(world: World, config: DBOConfig, program: Program) -> None:
+def agree_on_config(world: World, config: DBOConfig, program: Components) -> None:
     """Gather every rank's effective configuration once; any difference stops every rank."""
     mine = program.effective_config(effective(config))
     world.trace.host(kinds.CONFIG, config=mine)
     compare_configs(world.control.all_gather_object(mine))
 
 
-def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner:
+def build_runner(world: World, job: RankJob, program: Components) -> GPUModelRunner:
     """The runner of one rank, with an empty cache and no requests."""
     config, model_config = job.config, job.model_config
     moe_layers = [i for i in range(model_config.num_hidden_layers) if model_config.is_moe_layer(i)]
@@ -201,7 +201,7 @@ def build_runner(world: World, job: RankJob, program: Program) -> GPUModelRunner
 
 
 def make_context_parallel(
-    world: World, config: DBOConfig, model_config: ModelConfig, program: Program
+    world: World, config: DBOConfig, model_config: ModelConfig, program: Components
 ) -> ContextParallel | None:
     """This rank's end of its DCP group; None when it has all keys of its requests."""
     if config.decode_context_parallel_size == 1:
@@ -268,7 +268,7 @@ def _skeleton(
     config: DBOConfig,
     model_config: ModelConfig,
     backend: Any,
-    program: Program,
+    program: Components,
     group: ContextParallel | None,
 ) -> tuple[Any, list[Any], Callable[[Any], Any]]:
     from dbo.model.skeleton import SkeletonModel
@@ -289,7 +289,7 @@ def _torch_model(
     model_config: ModelConfig,
     weights: dict[str, Any],
     backend: Any,
-    program: Program,
+    program: Components,
     group: ContextParallel | None,
 ) -> tuple[Any, list[Any], Callable[[Any], Any]]:
     from dbo.batch.attention_metadata import from_plan

@@ -15,7 +15,7 @@ from dbo.engine.runner import StepOutcome
 from dbo.errors import PeerFailed
 from dbo.export.rows import layer_spans
 from dbo.job.reference import steady_order_of
-from dbo.job.types import CheckRequest, CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
+from dbo.job.types import CheckRequest, CheckResult, Invariants, OverlapFigures, Reference, SteadyLayer, StepReport
 from dbo.schedule import Schedule
 from dbo.trace import Trace, kinds
 
@@ -107,7 +107,7 @@ def result_of(
         order=order,
         order_exchanged=matches_seed(order) == "exchanged",
         steady_layer=_steady_layer(trace) if order else None,
-        overlap=Overlap(
+        overlap=OverlapFigures(
             hidden_share=overlap.hidden_share, ideal_share=overlap.ideal_share, exposed_us=overlap.exposed_us
         ),
         invariants=Invariants(

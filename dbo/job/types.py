@@ -119,7 +119,7 @@ class SteadyLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
+class OverlapFigures:
     """How much of the communication the other ubatch's compute hides.
 
     Attributes:
@@ -184,7 +184,7 @@ class CheckResult:
     order: tuple[str, ...] = ()
     order_exchanged: bool = False
     steady_layer: SteadyLayer | None = None
-    overlap: Overlap
+    overlap: OverlapFigures
     invariants: Invariants
     reference: Reference
     forced_drains: int = 0

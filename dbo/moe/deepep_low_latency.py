@@ -9,7 +9,7 @@ from typing import Any
 
 from dbo.contract.world import World
 from dbo.moe.cross_stream import CrossStream
-from dbo.moe.interface import ExpertInputs, Hook, Receiver
+from dbo.moe.interface import ExpertInputs, Receiver, RecvHook
 from dbo.ubatching.ring import dbo_current_ubatch_id
 
 
@@ -32,7 +32,7 @@ class DeepEPLowLatencyPrepareAndFinalize:
         self._streams = CrossStream(world)
         self._handles: dict[int, Any] = {}
 
-    def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> tuple[Hook, Receiver]:
+    def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> tuple[RecvHook, Receiver]:
         x, counts, handle, _, hook = self.buffer.low_latency_dispatch(
             a1,
             topk_ids,
@@ -45,7 +45,7 @@ class DeepEPLowLatencyPrepareAndFinalize:
         self._handles[dbo_current_ubatch_id()] = handle
         return hook, lambda: ExpertInputs(layout="batched", x=x, counts=counts)
 
-    def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> tuple[Hook, Receiver]:
+    def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> tuple[RecvHook, Receiver]:
         handle = self._handles.pop(dbo_current_ubatch_id())
         combined, _, hook = self.buffer.low_latency_combine(
             expert_out, topk_ids, topk_weights, handle, async_finish=False, return_recv_hook=True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Receiver = Callable[[], Any]
-Hook = Callable[[], None]
+RecvHook = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class FusedMoEPrepareAndFinalizeModular(Protocol):
 
     layout: str
 
-    def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
+    def prepare_async(self, a1: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[RecvHook, Receiver]:
         """Dispatch `a1` `[T, H]` by `topk_ids` `[T, K]` int64; the receiver returns `ExpertInputs`."""
 
-    def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[Hook, Receiver]:
+    def finalize_async(self, expert_out: Any, topk_weights: Any, topk_ids: Any) -> Receiver | tuple[RecvHook, Receiver]:
         """Send results back; the receiver returns `[T, H]`, or `PartialSums` of it."""
 
     def copy_out(self, combined: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo.contract.world import Event
-from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Hook, Receiver, summed
+from dbo.moe.interface import Experts, FusedMoEPrepareAndFinalizeModular, Receiver, RecvHook, summed
 from dbo.moe.side_stream import SideStream
 from dbo.ubatching.forward_context import get_forward_context
 from dbo.ubatching.ring import dbo_enabled, dbo_register_recv_hook
@@ -127,7 +127,7 @@ class _Call:
         self.routed = self.kernel.prepare_finalize.copy_out(self.routed)
 
 
-def _start(started: Receiver | tuple[Hook, Receiver]) -> Receiver:
+def _start(started: Receiver | tuple[RecvHook, Receiver]) -> Receiver:
     """Leave a backend's hook to the peer; without a peer run it when the data are wanted."""
     if not isinstance(started, tuple):
         return started

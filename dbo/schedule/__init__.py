@@ -7,7 +7,7 @@ presets    schedules by name      oplist     lists of operations with yield mark
 """
 
 from dbo.schedule.drawing import drawing
-from dbo.schedule.model import BACKENDS, HOOK_BACKENDS, POINTS, Hook, Item, Point, Program, Schedule, Yield
+from dbo.schedule.model import BACKENDS, HOOK_BACKENDS, POINTS, Item, LayerProgram, Point, RunRecvHook, Schedule, Yield
 from dbo.schedule.oplist import parse_operations
 from dbo.schedule.order import order_line
 from dbo.schedule.presets import default_schedule, load_schedule, presets
@@ -19,10 +19,10 @@ __all__ = [
     "BACKENDS",
     "HOOK_BACKENDS",
     "POINTS",
-    "Hook",
+    "RunRecvHook",
     "Item",
     "Point",
-    "Program",
+    "LayerProgram",
     "Schedule",
     "Step",
     "Yield",

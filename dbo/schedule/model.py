@@ -53,15 +53,15 @@ class Yield:
 
 
 @dataclass(frozen=True)
-class Hook:
+class RunRecvHook:
     """Run the receive hook that a peer left with this ubatch, if there is one. Nothing where the backend has none."""
 
 
-Item = Point | Yield | Hook
+Item = Point | Yield | RunRecvHook
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class LayerProgram:
     """One ubatch's layer.
 
     Attributes:
@@ -83,7 +83,7 @@ class Program:
     @cached_property
     def hooks(self) -> bool:
         """Whether some item runs a peer's receive hook."""
-        return any(isinstance(item, Hook) for item in self.items)
+        return any(isinstance(item, RunRecvHook) for item in self.items)
 
     @cached_property
     def carries(self) -> bool:
@@ -152,7 +152,7 @@ class Schedule:
 
     name: str
     backends: tuple[str, ...]
-    programs: tuple[Program, ...]
+    programs: tuple[LayerProgram, ...]
     offset: int = 0
     aliases: tuple[str, ...] = ()
     declared_yields: int | None = None
@@ -172,7 +172,7 @@ class Schedule:
     def yields_per_layer(self) -> int:
         return self.programs[0].yields if self.declared_yields is None else self.declared_yields
 
-    def program(self, backend: str | None = None) -> Program:
+    def program(self, backend: str | None = None) -> LayerProgram:
         """The program for `backend` (None: the schedule's first backend).
 
         Raises:

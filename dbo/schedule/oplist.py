@@ -28,10 +28,10 @@ from dbo.schedule.model import (
     POINTS,
     RECV_OF,
     REQUIRED_POINTS,
-    Hook,
     Item,
+    LayerProgram,
     Point,
-    Program,
+    RunRecvHook,
     Schedule,
     Yield,
 )
@@ -94,8 +94,10 @@ def parse_operations(
     reader.check_complete()
     hooked = tuple(b for b in backends if b in HOOK_BACKENDS)
     plain = tuple(b for b in backends if b not in HOOK_BACKENDS)
-    programs = [Program(items=tuple(_with_hooks(reader.items)), backends=hooked if plain else ())] if hooked else []
-    programs += [Program(items=tuple(_on_streams(reader.items)))] if plain else []
+    programs = (
+        [LayerProgram(items=tuple(_with_hooks(reader.items)), backends=hooked if plain else ())] if hooked else []
+    )
+    programs += [LayerProgram(items=tuple(_on_streams(reader.items)))] if plain else []
     return Schedule(
         name=name,
         backends=tuple(backends),
@@ -199,7 +201,7 @@ def _with_hooks(items: Sequence[Point | Yield]) -> Iterator[Item]:
     ran = False
     for item in items:
         if (isinstance(item, Point) and item.name in RECV_OF) or (isinstance(item, Yield) and not ran):
-            yield Hook()
+            yield RunRecvHook()
             ran = True
         yield item
         if isinstance(item, Yield):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from dbo.errors import ScheduleSyntaxError
-from dbo.schedule.model import OPTIONAL_POINTS, POINTS, REQUIRED_POINTS, Hook, Item, Point, Yield
+from dbo.schedule.model import OPTIONAL_POINTS, POINTS, REQUIRED_POINTS, Item, Point, RunRecvHook, Yield
 from dbo.schedule.order import Mark, label
 
 
@@ -94,7 +94,7 @@ def _with_hooks(marks: Sequence[Mark], owners: Sequence[int], source: str) -> li
     entries: list[tuple[int, Item]] = []
     for i, mark in enumerate(marks):
         if i in runner_of:
-            entries.append((runner_of[i], Hook()))
+            entries.append((runner_of[i], RunRecvHook()))
             continue
         entries += [(owners[i], item) for item in (*takes.get(i, ()), Point(mark.point))]
     return entries

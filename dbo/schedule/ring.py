@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dbo.errors import ScheduleError
-from dbo.schedule.model import HOOK_BACKENDS, RECV_OF, Hook, Item, Point, Schedule, Yield
+from dbo.schedule.model import HOOK_BACKENDS, RECV_OF, Item, Point, RunRecvHook, Schedule, Yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class _Ring:
             for item in self.items:
                 if isinstance(item, Point):
                     self._reach(item.name, ubatch, layer)
-                elif isinstance(item, Hook):
+                elif isinstance(item, RunRecvHook):
                     self._run_hook(ubatch)
                 elif isinstance(item, Yield):
                     if not self.schedule.skips(

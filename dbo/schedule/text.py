@@ -31,10 +31,10 @@ from dbo.schedule.model import (
     POINTS,
     REQUIRED_POINTS,
     STREAMS,
-    Hook,
     Item,
+    LayerProgram,
     Point,
-    Program,
+    RunRecvHook,
     Schedule,
     Yield,
 )
@@ -147,7 +147,7 @@ class _Parser:
             raise self.error(word, f"unknown backend: backend={word.text!r}; use one of {', '.join(BACKENDS)}")
         return word.text
 
-    def _programs(self, backends: tuple[str, ...]) -> tuple[tuple[Program, ...], int | None]:
+    def _programs(self, backends: tuple[str, ...]) -> tuple[tuple[LayerProgram, ...], int | None]:
         """The programs, and the offset where an order gives one."""
         sections = self._sections(backends)
         named = {backend for key in sections for backend in key}
@@ -157,11 +157,11 @@ class _Parser:
         if () in sections and not left:
             at = next(iter(sections[()].values())).keyword
             raise self.error(at, f"a program serves a backend: backends={','.join(backends)} are in brackets; drop it")
-        programs: list[Program] = []
+        programs: list[LayerProgram] = []
         fixed: int | None = None
         for key, section in sections.items():
             items, offset = self._section(section, key or left)
-            programs.append(Program(items=items, backends=key))
+            programs.append(LayerProgram(items=items, backends=key))
             if offset is not None and fixed not in (None, offset):
                 at = next(iter(section.values())).keyword
                 raise self.error(at, f"one offset serves all programs: offsets={fixed},{offset}; make them agree")
@@ -237,7 +237,7 @@ class _Parser:
                 items.append(Yield())
                 continue
             if word.text == "hook":
-                items.append(Hook())
+                items.append(RunRecvHook())
                 continue
             name, at, stream = word.text.partition("@")
             if name not in POINTS:

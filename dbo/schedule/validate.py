@@ -19,8 +19,8 @@ from dbo.schedule.model import (
     RECV_OF,
     REQUIRED_POINTS,
     STREAMS,
+    LayerProgram,
     Point,
-    Program,
     Schedule,
 )
 from dbo.schedule.ring import RingRun, run_ring
@@ -78,7 +78,7 @@ def _check_num_ubatches(schedule: Schedule, backend: str, num_ubatches: int) -> 
         )
 
 
-def _check_points(schedule: Schedule, program: Program) -> None:
+def _check_points(schedule: Schedule, program: LayerProgram) -> None:
     """Every point once: each send has one receive, and a layer makes one dispatch and one combine, an even number."""
     counts = Counter(point.name for point in program.points)
     for name in counts.keys() - set(POINTS):
@@ -91,7 +91,7 @@ def _check_points(schedule: Schedule, program: Program) -> None:
             _refuse(schedule, "a layer reaches each point once", "name it at most once", point=name, times=counts[name])
 
 
-def _check_producers(schedule: Schedule, program: Program) -> None:
+def _check_producers(schedule: Schedule, program: LayerProgram) -> None:
     if program.carries:
         names = [point.name for point in program.points]
         for name in names[: names.index("A0")]:
@@ -136,7 +136,7 @@ def _check_yields(schedule: Schedule) -> None:
         )
 
 
-def _check_streams(schedule: Schedule, program: Program, backend: str) -> None:
+def _check_streams(schedule: Schedule, program: LayerProgram, backend: str) -> None:
     for point in program.points:
         if point.stream not in STREAMS:
             _refuse(

@@ -14,7 +14,7 @@ from typing import Any
 
 from dbo.contract.world import Event
 from dbo.errors import ScheduleError
-from dbo.schedule import Hook, Item, Point, Schedule, Yield
+from dbo.schedule import Item, Point, RunRecvHook, Schedule, Yield
 from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.ubatching.ring import UBatchContext
 
@@ -89,7 +89,7 @@ class SchedulePlayer:
         item = self.items[self._position]
         self._position += 1
         self._close()
-        if isinstance(item, Hook):
+        if isinstance(item, RunRecvHook):
             self.context.run_recv_hook()
         elif isinstance(item, Yield):
             self._yield()

@@ -12,7 +12,7 @@ from typing import Any
 from dbo.batch.slicing import UBatchSlice
 from dbo.contract.world import TaskState, World
 from dbo.dcp.interface import real_rows_of_peer, rows_of_peer
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import DBOError, RingError, UBatchError, Unwinding
 from dbo.schedule import Schedule
 from dbo.trace import kinds
@@ -43,14 +43,14 @@ class UBatchWrapper:
         schedule: Schedule,
         backend: str,
         moe_layers: Sequence[int],
-        program: Program | None = None,
+        program: Components | None = None,
     ) -> None:
         self.model = model
         self.world = world
         self.schedule = schedule
         self.backend = backend
         self.moe_layers = tuple(moe_layers)
-        self.program = program or Program()
+        self.program = program or Components()
         self.graphs = StepGraphs(world)
         self._workers: list[Any] = []
         self._at_work: set[int] = set()

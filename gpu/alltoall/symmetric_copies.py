@@ -38,7 +38,7 @@ FLAG_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RegionLayout:
     """Where things lie in a rank's memory; the same on all ranks.
 
     Attributes:
@@ -63,7 +63,7 @@ class Layout:
     def total_bytes(self) -> int:
         return self.flags_at + _aligned(self.ubatches * len(HALVES) * self.ranks * FLAG_BYTES)
 
-    def covers(self, other: Layout) -> bool:
+    def covers(self, other: RegionLayout) -> bool:
         """Whether what `other` has room for fits here, too."""
         return (
             self.ranks == other.ranks and self.ubatches >= other.ubatches and self.channel_bytes >= other.channel_bytes
@@ -100,7 +100,7 @@ def _aligned(size: int) -> int:
 class Memory:
     """Symmetric memory as this rank sees it; `regions` `[total_bytes]` uint8 by rank."""
 
-    layout: Layout
+    layout: RegionLayout
     regions: list[torch.Tensor]
 
     def rows(self, rank: int, start: int, count: int, row_bytes: int) -> torch.Tensor:
@@ -166,7 +166,7 @@ class DeviceCopies:
         self._memory: Memory | None = None
 
     def reserve(self, *, ubatches: int, rows: int, row_bytes: Sequence[int]) -> None:
-        layout = Layout(ranks=self.world.size, ubatches=ubatches, rows=rows, row_bytes=tuple(row_bytes))
+        layout = RegionLayout(ranks=self.world.size, ubatches=ubatches, rows=rows, row_bytes=tuple(row_bytes))
         kept = next((memory for memory in _KEPT if memory.layout.covers(layout)), None)
         if kept is not None:
             self._memory = kept

@@ -17,7 +17,7 @@ from dbo.dcp.direct import DirectLayout
 from dbo.dcp.exchange import PackKernels
 from dbo.dcp.workspace import WorkspaceManager
 from gpu.alltoall.symm import symmetric_region
-from gpu.kernels.exchange import DirectExchange, Tuning, default_tuning, new_region
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, default_tuning, new_region
 from gpu.kernels.packed import TRITON_KERNELS
 
 _ends: dict[tuple[int, int], DirectExchange] = {}
@@ -69,7 +69,7 @@ def virtual_ranks(bench: DCPBench) -> list[DCPRow]:
     layout, device = layout_of(bench), "cuda"
     regions = [new_region(layout, device) for _ in range(bench.ranks)]
     addresses = [region.data_ptr() for region in regions]
-    tuning = Tuning(programs=default_tuning(device, ranks_on_device=bench.ranks, programs_per_sm=1).programs)
+    tuning = ExchangeTuning(programs=default_tuning(device, ranks_on_device=bench.ranks, programs_per_sm=1).programs)
     ends = [
         DirectExchange(layout=layout, rank=rank, region=regions[rank], peer_addresses=addresses, tuning=tuning)
         for rank in range(bench.ranks)

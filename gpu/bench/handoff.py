@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from gpu.host.threads import ThreadHost
-from gpu.record.recorder import Recorder
+from gpu.record.recorder import RankRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ def _events(yields: int, ubatches: int) -> Callable[[], None]:
     return step
 
 
-def _recorder() -> Recorder:
-    recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=False)
+def _recorder() -> RankRecorder:
+    recorder = RankRecorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=False)
     recorder.start_line("main", None)
     return recorder
 

@@ -28,7 +28,7 @@ WITHIN = 1 / 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerRow:
     """One part's figures; `others` are all candidates' milliseconds, `refused` why some have none."""
 
     shape: str
@@ -52,12 +52,12 @@ class Row:
         return self.share >= WITHIN
 
 
-def measure(part: Part, shape: Shape, load: Load, watch: Stopwatch, limits: Limits) -> Row:
+def measure(part: Part, shape: Shape, load: Load, watch: Stopwatch, limits: Limits) -> LayerRow:
     """Time a part and its candidates in turns."""
     found, refused = watch.medians({"ours": part.ours, **part.best, **part.also})
     ms = found.pop("ours")
     best = min((name for name in part.best if name in found), key=found.__getitem__)
-    return Row(
+    return LayerRow(
         shape=shape.name,
         tokens=load.tokens,
         part=part.name,
@@ -72,13 +72,13 @@ def measure(part: Part, shape: Shape, load: Load, watch: Stopwatch, limits: Limi
     )
 
 
-def measure_layer(bench: Bench, rows: list[Row], watch: Stopwatch) -> Row:
+def measure_layer(bench: Bench, rows: list[LayerRow], watch: Stopwatch) -> LayerRow:
     """The whole layer as one graph, its caches warm from part to part, against the sum of its parts' best."""
     found, refused = watch.medians({"ours": bench.layer})
     # Where a part is faster than all its candidates, it is itself the best that is known.
     best, floor = sum(min(row.ms, row.best_ms) for row in rows), sum(row.floor_ms for row in rows)
     ms = found.get("ours", float("nan"))
-    return Row(
+    return LayerRow(
         shape=bench.shape.name,
         tokens=bench.load.tokens,
         part="whole layer",
@@ -93,7 +93,7 @@ def measure_layer(bench: Bench, rows: list[Row], watch: Stopwatch) -> Row:
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[LayerRow]) -> str:
     """One line a part."""
     lines = [
         "| part | ms | best ms | best | share | floor ms | TFLOP/s | GB/s | |",
@@ -123,7 +123,7 @@ def tune(bench: Bench, watch: Stopwatch) -> dict[str, float]:
     if bench.load.queries == 1:
         core: Any = next(part for part in bench.parts() if part.name.startswith("attention core")).ours
         for keys, stages, programs in ((64, 3, 132), (64, 3, 264), (32, 5, 264), (32, 4, 528)):
-            tuning = mla_decode.Tuning(block_keys=keys, num_stages=stages, programs=programs)
+            tuning = mla_decode.AttentionTuning(block_keys=keys, num_stages=stages, programs=programs)
             works[f"core {keys} keys, {stages} stages, {programs} programs"] = partial(core, tuning=tuning)
     moves, ids = TRITON_ROWS, bench.routing[1]
     places, ends = moves.order(ids, bench.shape.experts)
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     limits = watch.limits()
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     say(f"{device}: product {limits.flops_per_s / 1e12:.0f} TFLOP/s, copy {limits.bytes_per_s / 1e12:.2f} TB/s")
-    everything: list[Row] = []
+    everything: list[LayerRow] = []
     tuned: dict[str, dict[str, float]] = {}
     for shape in (s for name, s in (("lite", LITE), ("wide", WIDE), ("thin", THIN)) if options.shape in (None, name)):
         for load in (load for load in LOADS if not options.tokens or load.tokens in options.tokens):

@@ -30,7 +30,7 @@ from dbo.schedule import load_schedule
 from dbo.ubatching.wrapper import UBatchWrapper
 from gpu import probe
 from gpu.bench import handoff
-from gpu.bench.moe_batch import Batch
+from gpu.bench.moe_batch import RoutedBatch
 from gpu.bench.moe_profile import beside_compute
 from gpu.bench.moe_stack import Layers, Runs
 from gpu.bench.moe_timing import Turns
@@ -151,7 +151,7 @@ class _Rank:
         bench, world = self.bench, self.world
         count = max(depths_of(bench).values())
         layers = Layers(world, SHAPES[shape], count, seed=bench.seed)
-        batch = Batch(
+        batch = RoutedBatch(
             world,
             SHAPES[shape],
             tokens,
@@ -200,7 +200,7 @@ class _Rank:
         return "" if self.bench.schedules_for(backend) else "none of the schedules is for it"
 
     def _prepared(
-        self, name: BatchName, backend: str, layers: Layers, batch: Batch, reference: torch.Tensor | None
+        self, name: BatchName, backend: str, layers: Layers, batch: RoutedBatch, reference: torch.Tensor | None
     ) -> tuple[Works | None, torch.Tensor | None, str]:
         """The works of one backend, or why there are none: the same on all ranks."""
         shape, tokens, mode = name

@@ -86,7 +86,7 @@ def draw_experts(tokens: int, shape: MoEShape, *, seed: int) -> Tensor:
     return torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k, dim=-1).indices
 
 
-class Batch:
+class RoutedBatch:
     """One rank's inputs for a stack of `layers` layers.
 
     Attributes:

@@ -26,7 +26,7 @@ from dbo.moe.side_stream import SideStream
 from dbo.schedule import Schedule
 from dbo.ubatching.forward_context import get_forward_context, override_forward_context
 from dbo.ubatching.wrapper import UBatchWrapper
-from gpu.bench.moe_batch import Batch
+from gpu.bench.moe_batch import RoutedBatch
 from gpu.bench.moe_tape import Recorded, Tape, exchange_again
 
 ROUTED_SCALE = 4.0
@@ -134,7 +134,7 @@ class Runs:
     """
 
     def __init__(
-        self, world: Any, wrapper: UBatchWrapper, layers: Layers, batch: Batch, name: str, backend: Any
+        self, world: Any, wrapper: UBatchWrapper, layers: Layers, batch: RoutedBatch, name: str, backend: Any
     ) -> None:
         self.world, self.wrapper, self.batch = world, wrapper, batch
         self.name, self.backend = name, backend

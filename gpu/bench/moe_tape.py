@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from dbo.errors import DBOError
-from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular, Hook, PartialSums, Receiver, summed
+from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular, PartialSums, Receiver, RecvHook, summed
 from dbo.ubatching.forward_context import ForwardContext, get_forward_context, override_forward_context
 
-Started = Receiver | tuple[Hook, Receiver]
+Started = Receiver | tuple[RecvHook, Receiver]
 
 
 @dataclass(kw_only=True)

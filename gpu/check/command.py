@@ -36,7 +36,7 @@ PARTS = ("conformance", "job", "graph", "trace", "leftovers", "watchdog", "hando
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckRow:
     """One line of the table."""
 
     name: str
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[str, ...]) -> Iterator[Row]:
+def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[str, ...]) -> Iterator[CheckRow]:
     setup = Setup(
         run=partial(launch, ranks=options.ranks, timeout_s=240.0, vehicle=options.vehicle, **machine.options),
         ranks=options.ranks,
@@ -124,16 +124,16 @@ def _rows(options: argparse.Namespace, machine: probe.Machine, backends: tuple[s
         yield _timed("hand-over", _handoff)
 
 
-def _timed(name: str, check: Callable[[], Found]) -> Row:
+def _timed(name: str, check: Callable[[], Found]) -> CheckRow:
     start = time.monotonic()
     try:
         passed, what = check()
     except Exception as error:
         passed, what = False, "".join(traceback.format_exception(error))
-    return Row(name=name, passed=passed, what=what, took_s=time.monotonic() - start)
+    return CheckRow(name=name, passed=passed, what=what, took_s=time.monotonic() - start)
 
 
-def _say(row: Row) -> None:
+def _say(row: CheckRow) -> None:
     first, *rest = row.what.splitlines() or [""]
     sys.stdout.write(f"{'ok  ' if row.passed else 'FAIL'} {row.took_s:6.1f} s  {row.name:<36} {first}\n")
     for line in rest[-40:]:

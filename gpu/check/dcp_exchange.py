@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbo.bench.dcp_processes import Group, sample_ms
+from dbo.bench.dcp_processes import GlooDCPGroup, sample_ms
 from dbo.dcp.collectives import ag_rs, two_collectives
 from dbo.dcp.direct import DirectLayout
 from dbo.dcp.exchange import TORCH_KERNELS, dcp_a2a_lse_reduce
@@ -34,7 +34,7 @@ from dbo.dcp.oracle import merge_float64
 from dbo.dcp.packing import lse_pack_dim
 from dbo.errors import NotAvailable
 from gpu.alltoall.symm import symmetric_region
-from gpu.kernels.exchange import DirectExchange, Tuning, dcp_direct_lse_reduce, default_tuning
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, dcp_direct_lse_reduce, default_tuning
 from gpu.kernels.packed import TRITON_KERNELS
 
 HEADS, DIM = 64, 512
@@ -43,7 +43,7 @@ LIMIT_S = 540
 
 
 @dataclass
-class Row:
+class ExchangeRow:
     """One line of the table."""
 
     rows: int
@@ -54,7 +54,7 @@ class Row:
     high_ms: float
 
 
-def say(group: Group, *words: object) -> None:
+def say(group: GlooDCPGroup, *words: object) -> None:
     if group.rank == 0:
         sys.stdout.write(" ".join(map(str, words)) + "\n")
         sys.stdout.flush()
@@ -74,7 +74,12 @@ def inputs_of(
 
 
 def expected(
-    group: Group, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, base_e: bool, lens: list[list[int]] | None
+    group: GlooDCPGroup,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
+    base_e: bool,
+    lens: list[list[int]] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 merge of all ranks' partials for this rank's heads. `lens[r]`: local KV length of each row on rank r."""
     mine = shape[1] // group.world_size
@@ -90,7 +95,7 @@ def expected(
     return merge_float64(torch.stack(outs), torch.stack(lses), base_e)
 
 
-def check_matrix(group: Group, exchange: DirectExchange) -> int:
+def check_matrix(group: GlooDCPGroup, exchange: DirectExchange) -> int:
     """Every path over the matrix; the number of wrong results on this rank."""
     wrong = cases = 0
     shapes = [(1, 8, 80), (3, 8, 96), (7, 4, 192), (33, 16, 576), (0, 8, 80)]
@@ -132,7 +137,7 @@ def check_matrix(group: Group, exchange: DirectExchange) -> int:
     return wrong
 
 
-def check_bits(group: Group) -> int:
+def check_bits(group: GlooDCPGroup) -> int:
     """LSE bits through pack, NCCL and unpack: exact for minus infinity, denormals, NaN payloads, large values."""
     wrong = 0
     special = torch.tensor([float("-inf"), 1e-42, 1e4, 70000.0, 5.2578125, 0.0], device="cuda")
@@ -177,7 +182,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def baseline(group: Group, out: torch.Tensor, lse: torch.Tensor, compiled_merge: Callable[..., Any]) -> Any:
+def baseline(group: GlooDCPGroup, out: torch.Tensor, lse: torch.Tensor, compiled_merge: Callable[..., Any]) -> Any:
     """Two collectives and a compiled merge: what production did before the packed exchange."""
     size = group.world_size
     send_out = out.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
@@ -189,8 +194,13 @@ def baseline(group: Group, out: torch.Tensor, lse: torch.Tensor, compiled_merge:
 
 
 def measure(
-    group: Group, exchange_of: Callable[[Tuning], DirectExchange], rows: int, *, repeat: int, sweeps: bool
-) -> list[Row]:
+    group: GlooDCPGroup,
+    exchange_of: Callable[[ExchangeTuning], DirectExchange],
+    rows: int,
+    *,
+    repeat: int,
+    sweeps: bool,
+) -> list[ExchangeRow]:
     out, lse = inputs_of(group.rank, (rows, HEADS, DIM), torch.bfloat16, rows)
     compiled_merge = torch.compile(merge, dynamic=False)
     paths: dict[str, Callable[[], Any]] = {
@@ -211,35 +221,35 @@ def measure(
     inner = 8 if rows >= 4096 else 20
     for name, run in paths.items():
         if not sweeps or name == "two collectives":
-            table.append(Row(rows, name, "eager", *timed(run, repeat, inner)))
+            table.append(ExchangeRow(rows, name, "eager", *timed(run, repeat, inner)))
         graph = captured(run)
-        table.append(Row(rows, name, "graph", *timed(graph.replay, repeat, inner)))
+        table.append(ExchangeRow(rows, name, "graph", *timed(graph.replay, repeat, inner)))
     return table
 
 
-def tunings() -> dict[str, Tuning]:
+def tunings() -> dict[str, ExchangeTuning]:
     """The default and a few around it, so that one lease tells which is best."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "a2a_direct": default_tuning("cuda"),
-        "a2a_direct 6/SM tile 8": Tuning(programs=6 * sms, tile_rows=8),
-        "a2a_direct 6/SM tile 4": Tuning(programs=6 * sms, tile_rows=4),
-        "a2a_direct 3/SM tile 8, 8 warps": Tuning(programs=3 * sms, tile_rows=8, num_warps=8),
-        "a2a_direct 3/SM tile 16 lag 3": Tuning(programs=3 * sms, tile_rows=16, lag_tiles=3),
+        "a2a_direct 6/SM tile 8": ExchangeTuning(programs=6 * sms, tile_rows=8),
+        "a2a_direct 6/SM tile 4": ExchangeTuning(programs=6 * sms, tile_rows=4),
+        "a2a_direct 3/SM tile 8, 8 warps": ExchangeTuning(programs=3 * sms, tile_rows=8, num_warps=8),
+        "a2a_direct 3/SM tile 16 lag 3": ExchangeTuning(programs=3 * sms, tile_rows=16, lag_tiles=3),
     }
 
 
-def sweep() -> dict[str, Tuning]:
+def sweep() -> dict[str, ExchangeTuning]:
     """Grids, tiles and lags: what the defaults were chosen from."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     found = {}
     for per_sm, rows, lag, warps in itertools.product((2, 3, 4, 6), (4, 8, 16), (1, 3), (4, 8)):
         name = f"direct {per_sm}/SM tile {rows} lag {lag} warps {warps}"
-        found[name] = Tuning(programs=per_sm * sms, lag_tiles=lag, num_warps=warps, tile_rows=rows)
+        found[name] = ExchangeTuning(programs=per_sm * sms, lag_tiles=lag, num_warps=warps, tile_rows=rows)
     return found
 
 
-def check_mixture(group: Group, end: DirectExchange, rounds: int) -> int:
+def check_mixture(group: GlooDCPGroup, end: DirectExchange, rounds: int) -> int:
     """Eager calls and replays of one graph in any order, with random delays: wrong results on this rank."""
     shape = (64, HEADS, DIM)
     out, lse = (torch.empty(shape, dtype=torch.bfloat16, device="cuda"), torch.empty(shape[:2], device="cuda"))
@@ -273,11 +283,11 @@ def worker(rank: int, world: int, arguments: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    group = Group()
+    group = GlooDCPGroup()
     layout = DirectLayout(world_size=world, max_rows=max([*arguments.rows, 64]) * HEADS // world, row_bytes=DIM * 4)
     region, addresses = symmetric_region(layout, dist.group.WORLD)
 
-    def exchange_of(tuning: Tuning) -> DirectExchange:
+    def exchange_of(tuning: ExchangeTuning) -> DirectExchange:
         """Ends share the region one after another, so each begins with zeroed flags and a new epoch count."""
         torch.cuda.synchronize()
         dist.barrier()
@@ -305,7 +315,7 @@ def worker(rank: int, world: int, arguments: argparse.Namespace) -> None:
     os._exit(1 if int(total) else 0)
 
 
-def show(table: list[Row], world: int) -> None:
+def show(table: list[ExchangeRow], world: int) -> None:
     say_line = sys.stdout.write
     say_line(
         f"\n{torch.cuda.get_device_name(0)} x{world}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}, "

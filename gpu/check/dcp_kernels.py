@@ -44,7 +44,7 @@ from gpu.check.virtual_rank import (
     rounds_of,
     wrong_rows,
 )
-from gpu.kernels.exchange import DirectExchange, Tuning, default_tuning, new_region
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, default_tuning, new_region
 from gpu.kernels.packed import TritonKernels
 from gpu.kernels.rows import RAW
 
@@ -235,7 +235,7 @@ def section_virtual(world: int, arguments: argparse.Namespace) -> None:
     programs = default_tuning(DEVICE, ranks_on_device=world, programs_per_sm=1).programs
     ranks = []
     for rank in range(world):
-        tuning = Tuning(programs=programs, lag_tiles=1 + rank % 2, spin_limit=1 << 22)
+        tuning = ExchangeTuning(programs=programs, lag_tiles=1 + rank % 2, spin_limit=1 << 22)
         end = DirectExchange(layout=layout, rank=rank, region=regions[rank], peer_addresses=addresses, tuning=tuning)
         ranks.append(VirtualRank(end, world, arguments.seed + rank))
     torch.cuda.synchronize()
@@ -292,7 +292,7 @@ def ipc_main(rank: int, mine: Any, theirs: Any, barrier: Any, seed: int, rounds:
     mine.put(region)
     other = theirs.get(timeout=60)
     addresses = [region.data_ptr(), other.data_ptr()] if rank == 0 else [other.data_ptr(), region.data_ptr()]
-    tuning = Tuning(programs=default_tuning(DEVICE, programs_per_sm=1).programs, spin_limit=1 << 26)
+    tuning = ExchangeTuning(programs=default_tuning(DEVICE, programs_per_sm=1).programs, spin_limit=1 << 26)
     end = DirectExchange(layout=layout, rank=rank, region=region, peer_addresses=addresses, tuning=tuning)
     me = VirtualRank(end, 2, seed + rank)
     me.capture()

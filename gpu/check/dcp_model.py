@@ -34,7 +34,7 @@ from dbo.model.generator import generate_model_folder
 from dbo.schedule import load_schedule, to_text
 from gpu import probe
 from gpu.check.linearity import linearity
-from gpu.world import Launched, launch
+from gpu.world import GpuRun, launch
 
 BACKENDS = ("nccl", "deepep_low_latency")
 INTERLEAVES = {"ag_rs": 2, "a2a": 1, "a2a_direct": 4}
@@ -45,7 +45,7 @@ PROMPT_TOKENS = (1, 2, 9, 30, 5, 17)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DCPRun:
     """One line of the table."""
 
     backend: str
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases(options: argparse.Namespace, runs_here: Sequence[str], on_device: bool) -> Iterator[Case]:
+def _cases(options: argparse.Namespace, runs_here: Sequence[str], on_device: bool) -> Iterator[DCPRun]:
     backends = options.backend or [name for name in BACKENDS if name in runs_here]
     exchanges = options.exchange or [name for name in facts.DCP_COMM_BACKENDS if on_device or name != "a2a_direct"]
     modes = options.mode or (["eager", "graphs"] if on_device else ["eager"])
@@ -138,10 +138,12 @@ def _cases(options: argparse.Namespace, runs_here: Sequence[str], on_device: boo
         for exchange in exchanges:
             for mode in modes:
                 for enable_dbo in (False, True):
-                    yield Case(backend=backend, exchange=exchange, enable_dbo=enable_dbo, graphs=mode == "graphs")
+                    yield DCPRun(backend=backend, exchange=exchange, enable_dbo=enable_dbo, graphs=mode == "graphs")
 
 
-def job_of(case: Case, folder: Path, *, replicas: int, size: int, on_device: bool, dtype: str | None = None) -> RankJob:
+def job_of(
+    case: DCPRun, folder: Path, *, replicas: int, size: int, on_device: bool, dtype: str | None = None
+) -> RankJob:
     """The case's job: six requests a replica, some of which have no key on some peer."""
     flags = DEFAULTS | {
         "world": "gpu",
@@ -186,7 +188,7 @@ def job_of(case: Case, folder: Path, *, replicas: int, size: int, on_device: boo
     )
 
 
-def examine(run: Callable[..., Launched], job: RankJob, expected: Mapping[str, Request]) -> tuple[bool, str]:
+def examine(run: Callable[..., GpuRun], job: RankJob, expected: Mapping[str, Request]) -> tuple[bool, str]:
     """Run the job; whether every peer says what is expected, the detectors find nothing and the mode was the one meant."""
     launched = run(RankMain(job))
     if any(launched.errors) or launched.report is not None:
@@ -208,7 +210,7 @@ def examine(run: Callable[..., Launched], job: RankJob, expected: Mapping[str, R
     return good and meant, "\n".join([words, *([] if meant else ["not the mode that was asked for"]), *problems])
 
 
-def judged(launched: Launched, job: RankJob) -> Report:
+def judged(launched: GpuRun, job: RankJob) -> Report:
     """What the detectors say about the trace."""
     launched.trace.meta |= {
         "backend": job.config.all2all_backend,
@@ -220,7 +222,7 @@ def judged(launched: Launched, job: RankJob) -> Report:
     return judge(launched.trace)
 
 
-def _say(case: Case, passed: bool, what: str, took_s: float) -> None:
+def _say(case: DCPRun, passed: bool, what: str, took_s: float) -> None:
     first, *rest = what.splitlines() or [""]
     sys.stdout.write(f"{'ok  ' if passed else 'FAIL'} {took_s:6.1f} s  {case!s:<42} {first}\n")
     for line in rest[-40:]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.requests import Request
 from dbo.engine.runner import GPUModelRunner
 from dbo.errors import CaptureError
@@ -71,7 +71,7 @@ class Trap:
             world.compute.synchronize()
         raise ValueError("planted in ubatch 1")
 
-    def program(self) -> Program:
+    def program(self) -> Components:
         """The shipped program with the trap in it."""
         trap = self
 
@@ -89,7 +89,7 @@ class Trap:
                 if trap.armed:
                     trap.contexts.append(self)
 
-        return Program(player=Trapped, context=Kept)
+        return Components(player=Trapped, context=Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class LeftBehind:
     """What a rank found.
 
     Attributes:
@@ -128,14 +128,14 @@ class Leftovers:
     job: RankJob
     graphs: bool
 
-    def __call__(self, world: Any) -> Left:
+    def __call__(self, world: Any) -> LeftBehind:
         with torch.inference_mode():
             checked = _Checked(world, self.job)
             checked.run("clean", self.job)
             checked.raise_in_a_step()
             if self.graphs:
                 checked.fail_captures(replace(self.job, config=self.job.config.replace(cudagraph_mode="FULL")))
-        return Left(problems=tuple(checked.problems), notes=tuple(checked.notes), texts=checked.texts)
+        return LeftBehind(problems=tuple(checked.problems), notes=tuple(checked.notes), texts=checked.texts)
 
 
 class _Checked:
@@ -283,7 +283,7 @@ def check_leftovers(setup: Setup, backend: str) -> Found:
     launched = setup.run(Leftovers(job, graphs=setup.on_device), trace=False)
     if any(launched.errors):
         return False, f"{launched.errors}"
-    found: Sequence[Left] = launched.values
+    found: Sequence[LeftBehind] = launched.values
     problems = [f"rank {rank}: {problem}" for rank, left in enumerate(found) for problem in left.problems]
     lines = [*found[0].notes]
     for rank, left in enumerate(found):

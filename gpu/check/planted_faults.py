@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.schedule import Item, Point, Yield
 from dbo.ubatching.forward_context import get_forward_context
 from dbo.ubatching.player import SchedulePlayer
@@ -28,10 +28,10 @@ class OnRank:
     """`program()` on one rank, the shipped program on the others."""
 
     rank: int
-    program: Callable[[], Program]
+    program: Callable[[], Components]
 
-    def __call__(self, rank: int) -> Program:
-        return self.program() if rank == self.rank else Program()
+    def __call__(self, rank: int) -> Components:
+        return self.program() if rank == self.rank else Components()
 
 
 def strike(world: Any) -> None:
@@ -153,35 +153,35 @@ def _die(world: Any) -> NoReturn:
         time.sleep(1.0)
 
 
-def skip_a_dispatch() -> Program:
+def skip_a_dispatch() -> Components:
     """One rank leaves out an exchange."""
-    return Program(prepare_finalize=SkipsADispatch)
+    return Components(prepare_finalize=SkipsADispatch)
 
 
-def drop_a_yield() -> Program:
+def drop_a_yield() -> Components:
     """One ubatch of one rank yields once too little."""
-    return Program(context=DropsAYield)
+    return Components(context=DropsAYield)
 
 
-def keep_the_baton() -> Program:
+def keep_the_baton() -> Components:
     """No ubatch of one rank has the baton."""
-    return Program(context=KeepsTheBaton)
+    return Components(context=KeepsTheBaton)
 
 
-def die_in_an_exchange() -> Program:
+def die_in_an_exchange() -> Components:
     """A rank's process is killed in the middle of an exchange."""
-    return Program(prepare_finalize=DiesInAnExchange)
+    return Components(prepare_finalize=DiesInAnExchange)
 
 
-def die_computing() -> Program:
+def die_computing() -> Components:
     """A rank's process is killed in the middle of a step, outside of any exchange."""
-    return Program(player=DiesComputing)
+    return Components(player=DiesComputing)
 
 
 # -- faults that leave a run going ----------------------------------------------------------------------------------
 
 
-def miss_a_wait() -> Program:
+def miss_a_wait() -> Components:
     """C.send of ubatch 0 does not wait for its experts, in one layer of the first split step: one wait is left out."""
 
     class MissesAWait(SchedulePlayer):
@@ -199,10 +199,10 @@ def miss_a_wait() -> Program:
             finally:
                 self._needs = needs
 
-    return Program(player=MissesAWait)
+    return Components(player=MissesAWait)
 
 
-def record_late() -> Program:
+def record_late() -> Components:
     """One event of ubatch 0 is recorded when the baton has come back, in one layer of the first split step."""
 
     class RecordsLate(SchedulePlayer):
@@ -220,7 +220,7 @@ def record_late() -> Program:
             self._open = opened
             return item
 
-    return Program(player=RecordsLate)
+    return Components(player=RecordsLate)
 
 
 def _strikes(player: SchedulePlayer, layer: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import RankJob, RankMain
 from dbo.schedule import Point, Yield
 from gpu.check import planted_faults, soak
@@ -20,10 +20,10 @@ REPLAYED_STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class PlantedFault:
     """A planted fault, and what has to be found: its kind and the point (None: the schedule has no place for it)."""
 
-    planted: Callable[[], Program]
+    planted: Callable[[], Components]
     kind: str
     point: str | None
 
@@ -49,7 +49,7 @@ def check_trace(setup: Setup, backend: str) -> Found:
     return good, "\n".join(lines)
 
 
-def faults_of(job: RankJob) -> tuple[Fault, ...]:
+def faults_of(job: RankJob) -> tuple[PlantedFault, ...]:
     """What is planted, and where the job's schedule lets it show."""
     program = job.schedule.program(job.config.all2all_backend)
     needs = {point.name: program.waits_for(point.name) for point in program.points}
@@ -59,12 +59,12 @@ def faults_of(job: RankJob) -> tuple[Fault, ...]:
             users = [name for name, producers in needs.items() if item.name in producers]
             late = late or next(iter(users), None)
     return (
-        Fault(planted=planted_faults.miss_a_wait, kind="unordered", point="C.send" if needs["C.send"] else None),
-        Fault(planted=planted_faults.record_late, kind="late", point=late),
+        PlantedFault(planted=planted_faults.miss_a_wait, kind="unordered", point="C.send" if needs["C.send"] else None),
+        PlantedFault(planted=planted_faults.record_late, kind="late", point=late),
     )
 
 
-def _planted(setup: Setup, job: RankJob, fault: Fault, step: int) -> tuple[bool, str]:
+def _planted(setup: Setup, job: RankJob, fault: PlantedFault, step: int) -> tuple[bool, str]:
     name = fault.planted.__name__
     if fault.point is None:
         return True, f"  {name}: has no place, no stream waits for another one at this point"

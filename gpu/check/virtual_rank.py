@@ -59,7 +59,7 @@ def wrong_rows(
 
 
 @dataclass
-class Batch:
+class PartialsBatch:
     """Fixed buffers of one rank for one shape, so that eager calls and the captured graph read the same addresses."""
 
     out: torch.Tensor
@@ -86,7 +86,7 @@ class VirtualRank:
         for batch in self.batches:
             self.end.prepare(*self._inputs(batch), **self._outputs(batch))
 
-    def _batch(self, world: int, rows: int, heads: int, dim: int) -> Batch:
+    def _batch(self, world: int, rows: int, heads: int, dim: int) -> PartialsBatch:
         rank = self.end.rank
         mine = slice(rank * heads, (rank + 1) * heads)
         inputs, wanted = [], []
@@ -97,7 +97,7 @@ class VirtualRank:
                 lse[empty_rows(rows, *mask_of(rows, source))] = -math.inf
             wanted.append(merge(torch.stack(outs)[:, :, mine], torch.stack(lses)[:, :, mine]))
         lens, starts = mask_of(rows, rank)
-        return Batch(
+        return PartialsBatch(
             out=torch.empty_like(inputs[0][0]),
             lse=torch.empty_like(inputs[0][1]),
             lens=lens,
@@ -108,10 +108,10 @@ class VirtualRank:
             wanted=wanted,
         )
 
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, batch: PartialsBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return batch.out, batch.lse
 
-    def _outputs(self, batch: Batch) -> dict[str, Any]:
+    def _outputs(self, batch: PartialsBatch) -> dict[str, Any]:
         return {
             "merged_BND": batch.merged,
             "merged_lse_BN": batch.merged_lse,
@@ -136,13 +136,13 @@ class VirtualRank:
             self.bad.zero_()
         self.stream.synchronize()
 
-    def _load(self, batch: Batch, number: int) -> None:
+    def _load(self, batch: PartialsBatch, number: int) -> None:
         batch.out.copy_(batch.inputs[number][0])
         batch.lse.copy_(batch.inputs[number][1])
         batch.merged.fill_(math.nan)
         batch.merged_lse.fill_(math.nan)
 
-    def _compare(self, batch: Batch, number: int) -> None:
+    def _compare(self, batch: PartialsBatch, number: int) -> None:
         self.bad += wrong_rows(batch.merged, batch.merged_lse, *batch.wanted[number], LIMITS[DIRECT_DTYPE])
 
     def round(self, shape: int, number: int, *, compare_with: int | None = None) -> None:

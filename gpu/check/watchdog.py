@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import RankMain
 from gpu.check import planted_faults
 from gpu.check.setup import Found, Setup
@@ -26,7 +26,7 @@ STRUCK_RANK = 1
 class Hang:
     """A planted fault, and what its report has to name besides the rank: reason, ubatch (-1: any), point ("": any)."""
 
-    planted: Callable[[], Program]
+    planted: Callable[[], Components]
     reason: str
     ubatch: int = -1
     point: str = ""

@@ -15,7 +15,7 @@ from dbo.dcp.direct import DirectLayout
 from dbo.dcp.interface import DCPShape
 from dbo.errors import PeerFailed
 from gpu.alltoall.symm import symmetric_region
-from gpu.kernels.exchange import DirectExchange, Tuning, dcp_direct_lse_reduce
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, dcp_direct_lse_reduce
 
 if TYPE_CHECKING:
     from gpu.dcp.group import DistDCPGroup
@@ -86,7 +86,7 @@ class DeviceDirect:
                 raise PeerFailed(member, f"rank {self.group.world.rank} waited in vain for its part") from error
 
 
-def tuning_beside_others(device: torch.device) -> Tuning:
+def tuning_beside_others(device: torch.device) -> ExchangeTuning:
     """One program on each SM that is not spared, with more warps than a program among several would have."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Tuning(programs=max(1, sms - SPARED_SMS), num_warps=8)
+    return ExchangeTuning(programs=max(1, sms - SPARED_SMS), num_warps=8)

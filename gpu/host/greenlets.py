@@ -15,8 +15,8 @@ import greenlet
 
 from dbo.errors import RingError
 from dbo.trace import kinds
-from gpu.host.workers import Host, Worker
-from gpu.record.recorder import HostTask, Recorder
+from gpu.host.workers import RankHost, RankWorker
+from gpu.record.recorder import HostTask, RankRecorder
 from gpu.watch import flight_recorder as board
 
 
@@ -28,7 +28,7 @@ class Hub:
         resume: called with the stream of a line that goes on.
     """
 
-    def __init__(self, recorder: Recorder, resume: Callable[[Any], None]) -> None:
+    def __init__(self, recorder: RankRecorder, resume: Callable[[Any], None]) -> None:
         self.recorder = recorder
         self._resume = resume
         self._ready: deque[Any] = deque()
@@ -129,7 +129,7 @@ class GreenletBarrier:
             raise RingError(f"the barrier was aborted: barrier={self._name}; a party failed before it came")
 
 
-class GreenletWorker(Worker):
+class GreenletWorker(RankWorker):
     """A worker with a greenlet of its own; its work begins when the starter sleeps."""
 
     def __init__(self, hub: Hub, name: str, *, stream: Any) -> None:
@@ -153,10 +153,10 @@ class GreenletWorker(Worker):
         self._end.give()  # returning goes on in the greenlet that made this one: the one that stops it
 
 
-class GreenletHost(Host):
+class GreenletHost(RankHost):
     """Makes batons, barriers and workers of one rank, all on the calling thread."""
 
-    def __init__(self, recorder: Recorder, resume: Callable[[Any], None], stream: Any) -> None:
+    def __init__(self, recorder: RankRecorder, resume: Callable[[Any], None], stream: Any) -> None:
         super().__init__()
         self._hub = Hub(recorder, resume)
         self._stream = stream

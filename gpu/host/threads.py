@@ -14,15 +14,15 @@ from typing import Any
 
 from dbo.errors import RingError
 from dbo.trace import kinds
-from gpu.host.workers import Host, Worker
-from gpu.record.recorder import HostTask, Recorder
+from gpu.host.workers import RankHost, RankWorker
+from gpu.record.recorder import HostTask, RankRecorder
 from gpu.watch import flight_recorder as board
 
 
 class RawBaton:
     """A binary semaphore over one raw lock, which is held while nobody has given."""
 
-    def __init__(self, recorder: Recorder, *, sleeps_as: int = board.BATON) -> None:
+    def __init__(self, recorder: RankRecorder, *, sleeps_as: int = board.BATON) -> None:
         self._recorder = recorder
         self._sleeps_as = sleeps_as
         self._lock = _thread.allocate_lock()
@@ -52,7 +52,7 @@ class RawBaton:
 class ThreadBarrier:
     """`parties` threads meet once; `abort` wakes those who wait and refuses those who come later."""
 
-    def __init__(self, recorder: Recorder, parties: int, name: str) -> None:
+    def __init__(self, recorder: RankRecorder, parties: int, name: str) -> None:
         self._recorder = recorder
         self._name = name
         self._parties = parties
@@ -98,10 +98,10 @@ class ThreadBarrier:
             raise RingError(f"the barrier was aborted: barrier={self._name}; a party failed before it came")
 
 
-class ThreadWorker(Worker):
+class ThreadWorker(RankWorker):
     """A worker with a thread of its own."""
 
-    def __init__(self, recorder: Recorder, name: str, *, stream: Any, enter: Callable[[], None]) -> None:
+    def __init__(self, recorder: RankRecorder, name: str, *, stream: Any, enter: Callable[[], None]) -> None:
         super().__init__(
             name, start=RawBaton(recorder, sleeps_as=board.IDLE), end=RawBaton(recorder, sleeps_as=board.JOIN)
         )
@@ -120,14 +120,14 @@ class ThreadWorker(Worker):
             pass
 
 
-class ThreadHost(Host):
+class ThreadHost(RankHost):
     """Makes batons, barriers and worker threads of one rank.
 
     Args:
         stream: current when a worker begins. enter: called in each new thread.
     """
 
-    def __init__(self, recorder: Recorder, stream: Any, enter: Callable[[], None]) -> None:
+    def __init__(self, recorder: RankRecorder, stream: Any, enter: Callable[[], None]) -> None:
         super().__init__()
         self._recorder = recorder
         self._stream = stream

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Baton(Protocol):
+class RankBaton(Protocol):
     """A binary semaphore."""
 
     def give(self) -> None:
@@ -16,7 +16,7 @@ class Baton(Protocol):
         """Sleep until there is one."""
 
 
-class Worker:
+class RankWorker:
     """A host line that lives as long as its rank and sleeps between two pieces of work; a step makes none.
 
     Args:
@@ -27,7 +27,7 @@ class Worker:
         wakes: pieces of work that it woke up for.
     """
 
-    def __init__(self, name: str, *, start: Baton, end: Baton) -> None:
+    def __init__(self, name: str, *, start: RankBaton, end: RankBaton) -> None:
         self.name = name
         self.error: BaseException | None = None
         self.wakes = 0
@@ -64,7 +64,7 @@ class Worker:
         return True
 
 
-class Host:
+class RankHost:
     """The workers of one rank."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ def new_region(layout: DirectLayout, device: torch.device | str) -> torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class ExchangeTuning:
     """How a kernel is launched. Ranks may differ.
 
     Attributes:
@@ -63,10 +63,10 @@ class Tuning:
     tile_rows: int = 0
 
 
-def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 3) -> Tuning:
+def default_tuning(device: torch.device | str, *, ranks_on_device: int = 1, programs_per_sm: int = 3) -> ExchangeTuning:
     """A grid that fits on the device beside those of the other ranks that live on it."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Tuning(programs=max(1, sms * programs_per_sm // ranks_on_device))
+    return ExchangeTuning(programs=max(1, sms * programs_per_sm // ranks_on_device))
 
 
 class DirectExchange:
@@ -77,14 +77,20 @@ class DirectExchange:
         rank: 0 … C - 1.
         region: this rank's region; kept alive here.
         peer_addresses: address of every rank's region, this one's included, in this process.
-        tuning: see `Tuning`.
+        tuning: see `ExchangeTuning`.
 
     Attributes:
         fallbacks: calls that did not fit and took `a2a`.
     """
 
     def __init__(
-        self, *, layout: DirectLayout, rank: int, region: torch.Tensor, peer_addresses: Sequence[int], tuning: Tuning
+        self,
+        *,
+        layout: DirectLayout,
+        rank: int,
+        region: torch.Tensor,
+        peer_addresses: Sequence[int],
+        tuning: ExchangeTuning,
     ) -> None:
         if len(peer_addresses) != layout.world_size or peer_addresses[rank] != region.data_ptr():
             raise UsageError.of(

@@ -153,7 +153,7 @@ def _merge(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class AttentionTuning:
     """Keys that a program reads at a time, its warps and its pipeline's stages; programs wanted on the device at once."""
 
     block_keys: int = 64
@@ -162,10 +162,10 @@ class Tuning:
     programs: int = 264
 
 
-DEFAULT = Tuning()
+DEFAULT = AttentionTuning()
 
 
-def splits_for(num_rows: int, head_blocks: int, max_keys: int, tuning: Tuning) -> int:
+def splits_for(num_rows: int, head_blocks: int, max_keys: int, tuning: AttentionTuning) -> int:
     """Parts that each row's keys are cut in: a power of two, so that few kernels are compiled."""
     wanted = min(tuning.programs // max(1, num_rows * head_blocks), max_keys // (2 * tuning.block_keys), 32)
     return 1 << max(0, wanted.bit_length() - 1)
@@ -185,7 +185,7 @@ def mla_decode(
     max_keys: int,
     scale: float,
     lse: Tensor | None = None,
-    tuning: Tuning = DEFAULT,
+    tuning: AttentionTuning = DEFAULT,
 ) -> Tensor:
     """Attention of every row to the keys of its request up to its own position.
 

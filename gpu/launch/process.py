@@ -70,7 +70,7 @@ class Groups:
 
 
 @dataclass(kw_only=True)
-class Left:
+class RankOutput:
     """What a rank leaves: its records as far as it came, and its value or its error."""
 
     value: Any = None
@@ -107,9 +107,9 @@ def _wait_for_the_others(watched: board.Board, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-def run(spec: RankSpec, watched: board.Board | None, store: Any) -> Left:
+def run(spec: RankSpec, watched: board.Board | None, store: Any) -> RankOutput:
     """Run the program on this rank, in this process; an error ends up in what it leaves."""
-    left = Left()
+    left = RankOutput()
     try:
         device = pick_device(spec)
         world = GpuWorld(
@@ -168,7 +168,7 @@ def make_groups(spec: RankSpec, device: torch.device, store: Any) -> Groups:
     return Groups(control=control, data=data, low_latency=low_latency, timeout=timeout)
 
 
-def _answer_dump_requests(spec: RankSpec, left: Left) -> None:
+def _answer_dump_requests(spec: RankSpec, left: RankOutput) -> None:
     """Have a thread that writes what there is of the trace when the watchdog asks, just before it ends this process."""
     fifo = spec.left_at("ask")
     if not fifo.exists():
@@ -179,7 +179,7 @@ def _answer_dump_requests(spec: RankSpec, left: Left) -> None:
         handle = os.open(fifo, os.O_RDWR)
         while os.read(handle, 1):
             spec.left_at("heard").touch()
-            kept = Left(records=list(left.records), buffers=dict(left.buffers), meets=list(left.meets))
+            kept = RankOutput(records=list(left.records), buffers=dict(left.buffers), meets=list(left.meets))
             transport.write(spec.left_at("part"), kept)
 
     threading.Thread(target=answer, name="dump", daemon=True).start()

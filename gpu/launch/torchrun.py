@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dbo.errors import UsageError
-from gpu.launch.process import Left, RankSpec, pick_device, run
+from gpu.launch.process import RankOutput, RankSpec, pick_device, run
 from gpu.launch.transport import dumps, sendable_left
 from gpu.watch import flight_recorder as board
 
@@ -100,20 +100,20 @@ def _prepare(folder: Path, rank: int, ranks: int, patience: tuple[float, float |
     return watchdog
 
 
-def _loads(part: bytes) -> Left:
+def _loads(part: bytes) -> RankOutput:
     import pickle
 
-    left: Left = pickle.loads(part)
+    left: RankOutput = pickle.loads(part)
     return left
 
 
-def _collect(parts: list[Left], device: str, share_device: bool) -> Any:
+def _collect(parts: list[RankOutput], device: str, share_device: bool) -> Any:
     from gpu.launch.merge import merge
-    from gpu.world import Launched
+    from gpu.world import GpuRun
 
     complete = all(part.error is None for part in parts)
     meta = {"world": "gpu", "ranks": len(parts), "mode": "numeric", "complete": complete, "device": device}
-    return Launched(
+    return GpuRun(
         trace=merge(parts, meta),
         values=[part.value for part in parts],
         errors=[part.error for part in parts],

@@ -100,7 +100,7 @@ class HostTask:
         self.row = min(known, len(board.LINES) - 1)
 
 
-class Recorder:
+class RankRecorder:
     """The records of one rank. Every host line calls it from its own thread.
 
     Args:

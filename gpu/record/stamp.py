@@ -25,7 +25,7 @@ def _write_clock(slots, at):  # type: ignore[no-untyped-def]
     tl.store(slots + at, globaltimer())
 
 
-class Slot(int):
+class StampSlot(int):
     """The place of one timestamp."""
 
 
@@ -37,7 +37,7 @@ class Stamps:
         self._used = 0
         self._zero_us = self._calibrate()
 
-    def mark(self, stream: Any) -> Slot:
+    def mark(self, stream: Any) -> StampSlot:
         """Have `stream` write the time into a new slot when it gets there.
 
         Raises:
@@ -46,7 +46,7 @@ class Stamps:
         if self._used == CAPACITY:
             rule = "a trace has room for so many timestamps in graphs"
             raise CaptureError.of(rule, fix="capture fewer sizes, or run without a trace", capacity=CAPACITY)
-        slot = Slot(self._used)
+        slot = StampSlot(self._used)
         self._used += 1
         with torch.cuda.stream(stream.cuda):
             _write_clock[(1,)](self.slots, int(slot))

@@ -61,7 +61,7 @@ def log_of(group: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LineState:
     """One host line as it was last written.
 
     Attributes:
@@ -111,7 +111,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RankFinding:
     """What a rank found wrong with itself, the first time that it did."""
 
     step: int
@@ -276,7 +276,7 @@ class RankBoard:
         times = (_MARK.unpack_from(self._memory, at + i * _MARK.size)[0] for i in range(len(MARKS)))
         return {name: t for name, t in zip(MARKS, times, strict=True) if t}
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LineState]:
         """Host lines that have been used."""
         found = []
         for at, name in enumerate(LINES):
@@ -285,7 +285,7 @@ class RankBoard:
             )
             if state != UNUSED:
                 found.append(
-                    Line(
+                    LineState(
                         name=name,
                         seq=seq,
                         step=step,
@@ -323,11 +323,13 @@ class RankBoard:
                 )
         return found
 
-    def finding(self) -> Finding | None:
+    def finding(self) -> RankFinding | None:
         step, layer, ubatch, _, point, kind, text = _FOUND.unpack_from(self._memory, self._base + _FOUND_AT)
         if not kind.strip(b"\0"):
             return None
-        return Finding(step=step, layer=layer, ubatch=ubatch, point=_text(point), kind=_text(kind), text=_text(text))
+        return RankFinding(
+            step=step, layer=layer, ubatch=ubatch, point=_text(point), kind=_text(kind), text=_text(text)
+        )
 
 
 def is_alive(pid: int) -> bool:

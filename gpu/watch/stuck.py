@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dbo.check.waitfor import Node, Waiter, minimal_stuck_set, report
 from gpu.watch import flight_recorder as board
-from gpu.watch.flight_recorder import GROUPS, Board, Entry, Line
+from gpu.watch.flight_recorder import GROUPS, Board, Entry, LineState
 
 POINT_ORDER = {name: at for at, name in enumerate(("A0", "A1", "D.send", "D.recv", "MLP", "C.send", "S", "C.recv"))}
 
@@ -51,7 +51,7 @@ def text_of(waiters: list[Waiter], running: list[Node]) -> tuple[tuple[Waiter, .
 
 
 def _waiter(
-    rank: int, line: Line, lines: dict[int, list[Line]], logs: dict[int, dict[str, dict[int, Entry]]]
+    rank: int, line: LineState, lines: dict[int, list[LineState]], logs: dict[int, dict[str, dict[int, Entry]]]
 ) -> Waiter:
     needs: list[Node] = []
     missing: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def _lives(part: board.RankBoard) -> bool:
     return part.state == board.RUNNING and board.is_alive(part.pid)
 
 
-def _in_step(name: str, lines: list[Line]) -> bool:
+def _in_step(name: str, lines: list[LineState]) -> bool:
     return any(line.name == name and line.state != board.IDLE for line in lines)
 
 
@@ -114,7 +114,7 @@ def _unanswered(rank: int, logs: dict[int, dict[str, dict[int, Entry]]]) -> tupl
     return "", -1, ()
 
 
-def _line_of(rank: int, lines: dict[int, list[Line]]) -> str:
+def _line_of(rank: int, lines: dict[int, list[LineState]]) -> str:
     """The host line of `rank` that ought to come: the ubatch that is not waiting for its turn, else its main line."""
     off = (board.IDLE, board.BATON)
     names = [line.name for line in lines.get(rank, []) if line.name != "main" and line.state not in off]
@@ -171,7 +171,7 @@ def differing_exchange(watched: Board, agreed: dict[str, int] | None = None) -> 
 
 
 def _blame(
-    group: str, index: int, came: dict[int, Entry], logs: dict[int, dict[int, Entry]], lines: dict[int, list[Line]]
+    group: str, index: int, came: dict[int, Entry], logs: dict[int, dict[int, Entry]], lines: dict[int, list[LineState]]
 ) -> Differing:
     """Who skipped: a rank that stands beyond an exchange that a peer is in, and never came to it."""
     shown = ", ".join(f"rank {r} at {_show(entry)}" for r, entry in came.items())
@@ -185,7 +185,7 @@ def _blame(
     return Differing(rank=odd, entry=came[odd], text=f"group {group} #{index}: {shown}")
 
 
-def _passed(lines: list[Line], entry: Entry) -> bool:
+def _passed(lines: list[LineState], entry: Entry) -> bool:
     """Whether the ubatch of `entry` stands beyond it in its own program."""
     wanted = "main" if entry.ubatch < 0 else f"u{entry.ubatch}"
     there = (entry.step, entry.layer, POINT_ORDER.get(entry.point, len(POINT_ORDER)))

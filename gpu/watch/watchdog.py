@@ -33,7 +33,7 @@ HEAR_S, ANSWER_S = 0.5, 5.0
 
 
 @dataclass(kw_only=True)
-class Report:
+class StuckReport:
     """Why a run was ended.
 
     Attributes:
@@ -77,7 +77,7 @@ def watch(folder: Path, stall_s: float, slow_s: float | None = None) -> None:
     while not all(part.state in (board.ENDED, board.FAILED) for _, part in watched.parts()):
         time.sleep(POLL_S)
         if os.getppid() != parent:
-            _end(watched, Report(reason="launcher gone", text="the launcher is gone"))
+            _end(watched, StuckReport(reason="launcher gone", text="the launcher is gone"))
             os._exit(1)
         now = time.monotonic()
         moved = sum(line.seq for _, part in watched.parts() for line in part.lines())
@@ -104,33 +104,35 @@ def watch(folder: Path, stall_s: float, slow_s: float | None = None) -> None:
     os._exit(0)
 
 
-def _trouble(watched: Board, agreed: dict[str, int]) -> Report | None:
+def _trouble(watched: Board, agreed: dict[str, int]) -> StuckReport | None:
     """What cannot end well, however long one waits: causes before effects. `agreed`: see `differing_exchange`."""
     for rank, part in watched.parts():
         found = part.finding()
         if found is not None and found.kind == "unequal-yields":
             at = _place(found)
             text = f"rank {rank} ubatch {found.ubatch} {found.text} {_spot(at)}"
-            return Report(reason="unequal-yields", rank=rank, text=text, **at)
+            return StuckReport(reason="unequal-yields", rank=rank, text=text, **at)
     differing = differing_exchange(watched, agreed)
     if differing is not None:
         return _differing(differing)
     for rank, part in watched.parts():
         if part.state == board.RUNNING and not is_alive(part.pid):
             at = _where(part)
-            return Report(reason="died", rank=rank, text=f"rank {rank} (process {part.pid}) is gone {_spot(at)}", **at)
+            return StuckReport(
+                reason="died", rank=rank, text=f"rank {rank} (process {part.pid}) is gone {_spot(at)}", **at
+            )
     for rank, part in watched.parts():
         if part.state == board.FAILED:
             found = part.finding()
             at = _where(part) if found is None else _place(found)
             what = found.text if found is not None else "its program raised"
-            return Report(reason="failed", rank=rank, text=f"rank {rank} failed {_spot(at)}: {what}", **at)
+            return StuckReport(reason="failed", rank=rank, text=f"rank {rank} failed {_spot(at)}: {what}", **at)
     return None
 
 
-def _differing(found: Differing) -> Report:
+def _differing(found: Differing) -> StuckReport:
     entry = found.entry
-    return Report(
+    return StuckReport(
         reason="differing",
         rank=found.rank,
         ubatch=entry.ubatch,
@@ -141,7 +143,7 @@ def _differing(found: Differing) -> Report:
     )
 
 
-def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> Report | None:
+def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> StuckReport | None:
     """Nothing has moved for `still_s`: the report, if lines wait for each other, or too long for one that computes."""
     waiters, running = waiters_of(watched)
     stuck = text_of(waiters, running)
@@ -153,7 +155,7 @@ def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> R
     missing = [rank for waiter in core for rank in waiter.missing]
     first = core[0]
     rank = missing[0] if missing else first.rank
-    return Report(
+    return StuckReport(
         reason="stalled",
         text=text,
         rank=rank,
@@ -164,16 +166,16 @@ def _stalled(watched: Board, still_s: float, stall_s: float, slow_s: float) -> R
     )
 
 
-def _slow(watched: Board, waiters: list[Waiter], running: list[Node]) -> Report:
+def _slow(watched: Board, waiters: list[Waiter], running: list[Node]) -> StuckReport:
     """Lines wait for one that runs and does not come to its next point."""
     needed = {need for waiter in waiters for need in waiter.needs}
     rank, line = min(needed & set(running), default=min(running))
     at = _where(watched.rank(rank))
     lines = [f"rank {rank} {line} runs {_spot(at)} and has come to no further point", *map(describe, waiters)]
-    return Report(reason="stalled", rank=rank, text="\n  ".join(lines), **at)
+    return StuckReport(reason="stalled", rank=rank, text="\n  ".join(lines), **at)
 
 
-def _conclude(folder: Path, watched: Board, report: Report, *, moved_s: float) -> None:
+def _conclude(folder: Path, watched: Board, report: StuckReport, *, moved_s: float) -> None:
     """Write the report with every rank's wait, let ranks leave their traces, end them."""
     waiters, running = waiters_of(watched)
     stuck = text_of(waiters, running)
@@ -213,7 +215,7 @@ def _ask_for_traces(folder: Path, watched: Board) -> None:
         os.close(handle)
 
 
-def _end(watched: Board, report: Report) -> None:
+def _end(watched: Board, report: StuckReport) -> None:
     for _, part in watched.parts():
         if part.state == board.RUNNING and is_alive(part.pid):
             os.kill(part.pid, signal.SIGKILL)
@@ -230,7 +232,7 @@ def _where(part: board.RankBoard) -> dict[str, Any]:
     return {"step": line.step, "layer": line.layer, "ubatch": line.ubatch, "point": line.point}
 
 
-def _place(found: board.Finding) -> dict[str, Any]:
+def _place(found: board.RankFinding) -> dict[str, Any]:
     return {"step": found.step, "layer": found.layer, "ubatch": found.ubatch, "point": found.point}
 
 

@@ -23,7 +23,7 @@ from dbo.ubatching.forward_context import ForwardContext
 from dbo.ubatching.ring import UBatchContext, dbo_yield, make_ubatch_contexts
 from sim.compiled.program import compile_schedule
 from sim.tasks import Scheduler
-from sim.world import Launched, launch
+from sim.world import SimRun, launch
 
 SCHEDULE, BACKEND = "mlp_shared_overlap", "deepep_low_latency"
 V3_MOE_LAYERS = 58
@@ -281,7 +281,7 @@ def _real_ms(ranks: int, layers: int, *, backend: str = BACKEND) -> float:
     return milliseconds(lambda: run_layers(ranks, layers, backend=backend))
 
 
-def run_layers(ranks: int, layers: int, *, backend: str = BACKEND) -> Launched:
+def run_layers(ranks: int, layers: int, *, backend: str = BACKEND) -> SimRun:
     """Run the real code and check it for races.
 
     Raises:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class FootprintLaunch:
     """One operation.
 
     Attributes:
@@ -30,46 +30,46 @@ class Launch:
     kind: str = "op"
 
 
-BEGIN = (Launch("embed", ("input_ids",), ("hidden",)),)
-END = (Launch("norm", ("hidden",), ("normed",)),)
+BEGIN = (FootprintLaunch("embed", ("input_ids",), ("hidden",)),)
+END = (FootprintLaunch("norm", ("hidden",), ("normed",)),)
 LAYER_END = (
-    Launch("add", ("routed", "shared_out"), ("moe_out",)),
-    Launch("residual", ("attn_out", "moe_out"), ("hidden",)),
+    FootprintLaunch("add", ("routed", "shared_out"), ("moe_out",)),
+    FootprintLaunch("residual", ("attn_out", "moe_out"), ("hidden",)),
 )
-POINTS: Mapping[str, tuple[Launch, ...]] = MappingProxyType(
+POINTS: Mapping[str, tuple[FootprintLaunch, ...]] = MappingProxyType(
     {
-        "A0": (Launch("qkv", ("hidden", "positions"), ("qkv",)),),
+        "A0": (FootprintLaunch("qkv", ("hidden", "positions"), ("qkv",)),),
         "A1": (
-            Launch("kv_write", ("qkv",), ("cache",)),
-            Launch("attention", ("qkv", "cache"), ("attended",)),
-            Launch("o_proj", ("attended", "hidden"), ("attn_out",)),
-            Launch("gate", ("attn_out",), ("ids",)),
-            Launch("gate_weights", ("attn_out",), ("weights",)),
+            FootprintLaunch("kv_write", ("qkv",), ("cache",)),
+            FootprintLaunch("attention", ("qkv", "cache"), ("attended",)),
+            FootprintLaunch("o_proj", ("attended", "hidden"), ("attn_out",)),
+            FootprintLaunch("gate", ("attn_out",), ("ids",)),
+            FootprintLaunch("gate_weights", ("attn_out",), ("weights",)),
         ),
-        "S": (Launch("shared_experts", ("attn_out",), ("shared_out",)),),
+        "S": (FootprintLaunch("shared_experts", ("attn_out",), ("shared_out",)),),
     }
 )
-EXCHANGES: Mapping[str, Mapping[str, tuple[Launch, ...]]] = MappingProxyType(
+EXCHANGES: Mapping[str, Mapping[str, tuple[FootprintLaunch, ...]]] = MappingProxyType(
     {
         "deepep_low_latency": {
-            "D.send": (Launch("dispatch", ("attn_out", "ids"), (), "send"),),
-            "D.recv": (Launch("dispatch", (), ("arrived", "counts"), "recv"),),
-            "MLP": (Launch("experts", ("arrived", "counts"), ("expert_out",)),),
-            "C.send": (Launch("combine", ("expert_out", "weights"), (), "send"),),
-            "C.recv": (Launch("combine", (), ("routed", "combine_counts"), "recv"),),
+            "D.send": (FootprintLaunch("dispatch", ("attn_out", "ids"), (), "send"),),
+            "D.recv": (FootprintLaunch("dispatch", (), ("arrived", "counts"), "recv"),),
+            "MLP": (FootprintLaunch("experts", ("arrived", "counts"), ("expert_out",)),),
+            "C.send": (FootprintLaunch("combine", ("expert_out", "weights"), (), "send"),),
+            "C.recv": (FootprintLaunch("combine", (), ("routed", "combine_counts"), "recv"),),
         },
         "nccl": {
             "D.send": (
-                Launch("pack", ("attn_out", "ids"), ("rows",)),
-                Launch("pack routing", ("ids", "weights"), ("routing",)),
-                Launch("all_to_all_single", ("rows",), ("arrived",), "collective"),
-                Launch("all_to_all_single", ("routing",), ("got_routing",), "collective"),
+                FootprintLaunch("pack", ("attn_out", "ids"), ("rows",)),
+                FootprintLaunch("pack routing", ("ids", "weights"), ("routing",)),
+                FootprintLaunch("all_to_all_single", ("rows",), ("arrived",), "collective"),
+                FootprintLaunch("all_to_all_single", ("routing",), ("got_routing",), "collective"),
             ),
-            "D.recv": (Launch("unpack ids", ("got_routing",), ("arrived_ids",)),),
-            "MLP": (Launch("experts", ("arrived", "arrived_ids", "got_routing"), ("expert_out",)),),
-            "C.send": (Launch("all_to_all_single", ("expert_out",), ("got",), "collective"),),
-            "C.recv": (Launch("reduce", ("got",), ("routed",)),),
-            "copy": (Launch("copy", ("routed",), ("routed",)),),
+            "D.recv": (FootprintLaunch("unpack ids", ("got_routing",), ("arrived_ids",)),),
+            "MLP": (FootprintLaunch("experts", ("arrived", "arrived_ids", "got_routing"), ("expert_out",)),),
+            "C.send": (FootprintLaunch("all_to_all_single", ("expert_out",), ("got",), "collective"),),
+            "C.recv": (FootprintLaunch("reduce", ("got",), ("routed",)),),
+            "copy": (FootprintLaunch("copy", ("routed",), ("routed",)),),
         },
     }
 )

@@ -25,7 +25,7 @@ from dbo.schedule import HOOK_BACKENDS, Schedule
 from dbo.schedule.model import OPTIONAL_POINTS
 from dbo.schedule.ring import RingRun, Step, run_ring
 from dbo.trace import kinds
-from sim.compiled.footprint import BEGIN, END, EXCHANGES, LAYER_END, POINTS, Launch
+from sim.compiled.footprint import BEGIN, END, EXCHANGES, LAYER_END, POINTS, FootprintLaunch
 
 if TYPE_CHECKING:
     from sim.compiled.run import CompiledRun
@@ -193,7 +193,7 @@ class _Compiler:
         for launch in (LAYER_END if layer >= 0 else BEGIN) + (END if last else ()):
             self._launch(launch, "compute", where)
 
-    def _launch(self, launch: Launch, stream: str, where: tuple[str, int, int]) -> None:
+    def _launch(self, launch: FootprintLaunch, stream: str, where: tuple[str, int, int]) -> None:
         _, ubatch, layer = where
         reads = tuple(self._read(name, ubatch, layer) for name in launch.reads)
         if launch.kind == kinds.SEND:

@@ -10,12 +10,12 @@ import numpy as np
 
 from dbo.batch.coordinate import ROW_REAL, Decision, decide
 from dbo.batch.slicing import default_split_points
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from sim.faults.clean_run import CleanRun, every_rank, every_split_rank
 from sim.faults.fault import Fault, Site
 
 
-def local_decision(program: Program, site: Site) -> Program:
+def local_decision(program: Components, site: Site) -> Components:
     """One rank asks itself again after the group has agreed to split, and runs the step whole."""
 
     def own(table: np.ndarray, common: Any) -> Decision:
@@ -27,11 +27,11 @@ def local_decision(program: Program, site: Site) -> Program:
     return replace(program, decide=own)
 
 
-def skip_coordination(program: Program, site: Site) -> Program:
+def skip_coordination(program: Components, site: Site) -> Components:
     return replace(program, skips_step=lambda step: step == site.at)
 
 
-def wrong_padding(program: Program, site: Site) -> Program:
+def wrong_padding(program: Components, site: Site) -> Components:
     """One rank runs more padding than agreed."""
 
     def padded(table: np.ndarray, common: Any) -> Decision:
@@ -44,7 +44,7 @@ def wrong_padding(program: Program, site: Site) -> Program:
     return replace(program, decide=padded)
 
 
-def empty_ubatch(program: Program, site: Site) -> Program:
+def empty_ubatch(program: Components, site: Site) -> Components:
     """All ranks split eager steps although the last ubatch of one has no real token."""
 
     def forced(table: np.ndarray, common: Any) -> Decision:
@@ -67,7 +67,7 @@ def empty_ubatch(program: Program, site: Site) -> Program:
     return replace(program, decide=forced)
 
 
-def differing_config(program: Program, site: Site) -> Program:
+def differing_config(program: Components, site: Site) -> Components:
     def changed(config: dict[str, Any]) -> dict[str, Any]:
         return config | {"dbo_decode_token_threshold": config["dbo_decode_token_threshold"] + 1}
 

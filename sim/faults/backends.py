@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.moe.symm_copy import Channel, Table
 from dbo.trace import kinds
 from dbo.ubatching.player import RESULTS, SchedulePlayer
@@ -24,7 +24,7 @@ def _affected(site: Site) -> bool:
     return dbo_enabled() and dbo_current_ubatch_id() == site.ubatch
 
 
-def unawaited_input(program: Program, site: Site) -> Program:
+def unawaited_input(program: Components, site: Site) -> Components:
     """Sends do not wait for what they send."""
 
     class Hasty(SchedulePlayer):
@@ -36,7 +36,7 @@ def unawaited_input(program: Program, site: Site) -> Program:
     return replace(program, player=Hasty)
 
 
-def unawaited_result(program: Program, site: Site) -> Program:
+def unawaited_result(program: Components, site: Site) -> Components:
     """The model goes on without waiting for combine."""
 
     class Hasty(SchedulePlayer):
@@ -49,7 +49,7 @@ def unawaited_result(program: Program, site: Site) -> Program:
     return replace(program, player=Hasty)
 
 
-def late_capture(program: Program, site: Site) -> Program:
+def late_capture(program: Components, site: Site) -> Components:
     """A call is given an event of compute that was captured after the yield, so it covers what the peer has queued."""
 
     def wrap(backend: Any) -> Any:
@@ -106,7 +106,7 @@ class _Through:
         return self._inner.send(arrays, table, channel=channel, to_all=to_all)
 
 
-def skip_signal(program: Program, site: Site) -> Program:
+def skip_signal(program: Components, site: Site) -> Components:
     """A receive copies rows out of its region without waiting for the peers' signals."""
 
     class Skipping(_Through):
@@ -121,7 +121,7 @@ def skip_signal(program: Program, site: Site) -> Program:
     return replace(program, prepare_finalize=wrap)
 
 
-def one_region(program: Program, site: Site) -> Program:
+def one_region(program: Components, site: Site) -> Components:
     """All ubatches receive in the regions of ubatch 0."""
 
     class Sharing(_Through):
@@ -138,7 +138,7 @@ def one_region(program: Program, site: Site) -> Program:
     return replace(program, prepare_finalize=wrap)
 
 
-def unrecorded_stream(program: Program, site: Site) -> Program:
+def unrecorded_stream(program: Components, site: Site) -> Components:
     """The allocator is not told that another stream uses an exchange's inputs and outputs."""
 
     class Silent:
@@ -157,7 +157,7 @@ def unrecorded_stream(program: Program, site: Site) -> Program:
     return replace(program, prepare_finalize=wrap)
 
 
-def late_epilogue(program: Program, site: Site) -> Program:
+def late_epilogue(program: Components, site: Site) -> Components:
     """A dispatch's rows are copied out of the process's receive buffer only when the experts want them."""
 
     def wrap(backend: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dbo.batch.slicing import slice_plan
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import UsageError
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from sim.faults.clean_run import CleanRun, every_split_rank
@@ -18,7 +18,7 @@ from sim.faults.fault import Fault, Site
 ADJUSTED_FIELDS = ("seq_lens", "num_computed_tokens")
 
 
-def whole_metadata(program: Program, site: Site) -> Program:
+def whole_metadata(program: Components, site: Site) -> Components:
     """One field of a slice is taken from the parent, cut by request but not adjusted."""
     if site.field not in ADJUSTED_FIELDS:
         rule = "--inject whole-metadata leaves a field whole that slicing adjusts"
@@ -31,7 +31,7 @@ def whole_metadata(program: Program, site: Site) -> Program:
     return replace(program, slice_plan=careless)
 
 
-def padding_leak(program: Program, site: Site) -> Program:
+def padding_leak(program: Components, site: Site) -> Components:
     """Padding rows keep a real expert id, so they are dispatched."""
 
     class Leaking(FusedMoEModularKernel):
@@ -45,7 +45,7 @@ def padding_leak(program: Program, site: Site) -> Program:
     return replace(program, kernel=Leaking)
 
 
-def shared_buffer(program: Program, site: Site) -> Program:
+def shared_buffer(program: Components, site: Site) -> Components:
     """Every low-latency call lands in receive buffer 0."""
 
     def wrap(backend: Any) -> Any:
@@ -81,7 +81,7 @@ class _Swapped:
             self._inner.all_to_all_single(*kept)
 
 
-def swap_collectives(program: Program, site: Site) -> Program:
+def swap_collectives(program: Components, site: Site) -> Components:
     def wrap(backend: Any) -> Any:
         backend.group = _Swapped(backend.group, site.at)
         return backend

@@ -12,7 +12,7 @@ import numpy as np
 
 from dbo.batch.plan import DCPLayout
 from dbo.batch.slicing import slice_plan
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.trace import Record, kinds
 from sim.faults import dcp_group as faults
 from sim.faults.clean_run import CleanRun
@@ -50,7 +50,7 @@ class _Through:
         return call
 
 
-def _seen_through(program: Program, launch: Callable[[int, Callable[[], None]], None]) -> Program:
+def _seen_through(program: Components, launch: Callable[[int, Callable[[], None]], None]) -> Components:
     def wrap(group: Any) -> Any:
         group.group = _Through(group.group, launch)
         return group
@@ -58,7 +58,7 @@ def _seen_through(program: Program, launch: Callable[[int, Callable[[], None]], 
     return faults.plant(wrap, program)
 
 
-def skip_exchange(program: Program, site: Site) -> Program:
+def skip_exchange(program: Components, site: Site) -> Components:
     """One rank leaves one collective of its group out."""
 
     def launch(number: int, call: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ def skip_exchange(program: Program, site: Site) -> Program:
     return _seen_through(program, launch)
 
 
-def swap_exchanges(program: Program, site: Site) -> Program:
+def swap_exchanges(program: Components, site: Site) -> Components:
     """One collective of a rank comes after the next one of its group."""
     kept: list[Callable[[], None]] = []
 
@@ -83,7 +83,7 @@ def swap_exchanges(program: Program, site: Site) -> Program:
     return _seen_through(program, launch)
 
 
-def local_length(program: Program, site: Site) -> Program:
+def local_length(program: Components, site: Site) -> Components:
     """A peer's own length of every request with keys there is one too short in the slices."""
 
     def careless(plan: Any, piece: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,19 +94,19 @@ def local_length(program: Program, site: Site) -> Program:
     return replace(program, slice_plan=careless)
 
 
-def missing_signal(program: Program, site: Site) -> Program:
+def missing_signal(program: Components, site: Site) -> Components:
     return faults.plant(faults.missing_flag, program)
 
 
-def stale_signal(program: Program, site: Site) -> Program:
+def stale_signal(program: Components, site: Site) -> Components:
     return faults.plant(faults.stale_flag, program)
 
 
-def wrong_parity(program: Program, site: Site) -> Program:
+def wrong_parity(program: Components, site: Site) -> Components:
     return faults.plant(faults.wrong_parity, program)
 
 
-def one_region(program: Program, site: Site) -> Program:
+def one_region(program: Components, site: Site) -> Components:
     """All ubatches of a rank exchange in the regions of ubatch 0, and count their epochs together."""
 
     def wrap(group: Any) -> Any:
@@ -117,7 +117,7 @@ def one_region(program: Program, site: Site) -> Program:
     return faults.plant(wrap, program)
 
 
-def _weighed(program: Program, how: Callable[[Any], Any]) -> Program:
+def _weighed(program: Components, how: Callable[[Any], Any]) -> Components:
     def wrap(group: Any) -> Any:
         reduce = group.reduce_heads
         group.reduce_heads = lambda out, lse, *mask: reduce(out, how(lse), *mask)
@@ -126,17 +126,17 @@ def _weighed(program: Program, how: Callable[[Any], Any]) -> Program:
     return faults.plant(wrap, program)
 
 
-def equal_weights(program: Program, site: Site) -> Program:
+def equal_weights(program: Components, site: Site) -> Components:
     """The LSE is left out of the merge: shards with keys have one weight. Minus infinity times 0 counts as no key."""
     return _weighed(program, lambda lse: lse * 0)
 
 
-def other_base(program: Program, site: Site) -> Program:
+def other_base(program: Components, site: Site) -> Components:
     """The log-sum-exp is in base 2, and merged as base e."""
     return _weighed(program, lambda lse: lse * _BITS_OF_E)
 
 
-def empty_shard(program: Program, site: Site) -> Program:
+def empty_shard(program: Components, site: Site) -> Components:
     return faults.plant(faults.zero_lse_of_empty_shards, program)
 
 

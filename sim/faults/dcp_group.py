@@ -1,4 +1,4 @@
-"""Faults of a DCP group, planted in one rank's end of it: `Program.context_parallel` wraps what the world has built.
+"""Faults of a DCP group, planted in one rank's end of it: `Components.context_parallel` wraps what the world has built.
 
 plant(stale_flag)       -> a function from a program to the program with the fault
 """
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 
 Wrap = Callable[[Any], Any]
 
 
-def plant(wrap: Wrap, program: Program | None = None) -> Program:
+def plant(wrap: Wrap, program: Components | None = None) -> Components:
     """`program` (the shipped one by default) with `wrap` around this rank's end of its group."""
-    return replace(program or Program(), context_parallel=wrap)
+    return replace(program or Components(), context_parallel=wrap)
 
 
 def missing_flag(group: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Fault:
     name: str
     sentence: str
     id: str
-    plant: Callable[[Program, Site], Program]
+    plant: Callable[[Components, Site], Components]
     needs: str
     sites: Callable[[CleanRun], Iterator[Site]]
     backends: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Fault:
     defaults: Mapping[str, object] = field(default_factory=dict)
     keys: tuple[str, ...] = ("rank", "ubatch", "at")
 
-    def programs(self, config: DBOConfig, where: str = "") -> Callable[[int], Program]:
+    def programs(self, config: DBOConfig, where: str = "") -> Callable[[int], Components]:
         """Every rank's program with the fault planted at `where` ("rank=1,ubatch=0,at=2").
 
         Raises:
@@ -75,7 +75,7 @@ class Fault:
         """
         site = self.site(where)
         self._require(config, site)
-        clean, planted = Program(), self.plant(Program(), site)
+        clean, planted = Components(), self.plant(Components(), site)
         return lambda rank: planted if self.everywhere or rank == site.rank else clean
 
     def require_effect(self, trace: Trace, where: str = "") -> None:

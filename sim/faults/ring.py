@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dbo.check.hooks import hooks_of
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import DBOError
 from dbo.trace import kinds
 from dbo.trace.accesses import any_overlap
@@ -31,7 +31,7 @@ class _Once:
         return self._left == -1
 
 
-def raise_at(program: Program, site: Site) -> Program:
+def raise_at(program: Components, site: Site) -> Components:
     now = _Once(site.at)
 
     class Raising(UBatchContext):
@@ -43,7 +43,7 @@ def raise_at(program: Program, site: Site) -> Program:
     return replace(program, context=Raising)
 
 
-def drop_yield(program: Program, site: Site) -> Program:
+def drop_yield(program: Components, site: Site) -> Components:
     now = _Once(site.at)
 
     class Dropping(UBatchContext):
@@ -54,7 +54,7 @@ def drop_yield(program: Program, site: Site) -> Program:
     return replace(program, context=Dropping)
 
 
-def add_yield(program: Program, site: Site) -> Program:
+def add_yield(program: Components, site: Site) -> Components:
     now = _Once(site.at)
 
     class Adding(UBatchContext):
@@ -66,7 +66,7 @@ def add_yield(program: Program, site: Site) -> Program:
     return replace(program, context=Adding)
 
 
-def drop_hook(program: Program, site: Site) -> Program:
+def drop_hook(program: Components, site: Site) -> Components:
     now = _Once(site.at)
 
     class Dropping(UBatchContext):
@@ -78,7 +78,7 @@ def drop_hook(program: Program, site: Site) -> Program:
     return replace(program, context=Dropping)
 
 
-def double_hook(program: Program, site: Site) -> Program:
+def double_hook(program: Components, site: Site) -> Components:
     now = _Once(site.at)
 
     class Doubling(UBatchContext):
@@ -91,7 +91,7 @@ def double_hook(program: Program, site: Site) -> Program:
     return replace(program, context=Doubling)
 
 
-def late_hook(program: Program, site: Site) -> Program:
+def late_hook(program: Components, site: Site) -> Components:
     """The holder keeps the hook over its next hand-over: the owner computes with what has not arrived."""
     now = _Once(site.at)
 

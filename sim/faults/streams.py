@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dbo.check.overlap import is_communication
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.schedule import Item, Point, Yield
 from dbo.trace import kinds
 from dbo.ubatching.player import SchedulePlayer
@@ -18,7 +18,7 @@ from sim.faults.fault import Fault, Site
 STREAM_BACKENDS = ("nccl", "deepep_high_throughput", "deepep_v2", "symm_copy")
 
 
-def drop_wait(program: Program, site: Site) -> Program:
+def drop_wait(program: Components, site: Site) -> Components:
     """The consumer of an exchange does not wait for it."""
 
     class Dropping(SchedulePlayer):
@@ -30,7 +30,7 @@ def drop_wait(program: Program, site: Site) -> Program:
     return replace(program, player=Dropping)
 
 
-def late_event(program: Program, site: Site) -> Program:
+def late_event(program: Components, site: Site) -> Components:
     """The event is recorded after the baton has come back, so it covers what the peer launched meanwhile."""
 
     class Late(SchedulePlayer):
@@ -46,7 +46,7 @@ def late_event(program: Program, site: Site) -> Program:
     return replace(program, player=Late)
 
 
-def early_event(program: Program, site: Site) -> Program:
+def early_event(program: Components, site: Site) -> Components:
     """The event is recorded when its producer has not been launched yet."""
 
     class Early(SchedulePlayer):
@@ -59,7 +59,7 @@ def early_event(program: Program, site: Site) -> Program:
     return replace(program, player=Early)
 
 
-def early_receive(program: Program, site: Site) -> Program:
+def early_receive(program: Components, site: Site) -> Components:
     """The owner reads what it receives before the exchange is completed: experts run in front of the yield."""
 
     class Early(SchedulePlayer):

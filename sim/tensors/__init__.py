@@ -1,6 +1,6 @@
 """Torch tensors on the simulated device ``sim``: a GPU's asynchronous semantics on a CPU.
 
-Importing this package loads no torch; the first use of a name from torch's side does. `protocol`, `registry` and `fifo`
+Importing this package loads no torch; the first use of a name from torch's side does. `protocol` and `registry`
 never do.
 """
 

@@ -31,7 +31,7 @@ from dbo.ubatching.ring import dbo_current_ubatch_id  # noqa: E402
 from dbo.ubatching.wrapper import UBatchWrapper  # noqa: E402
 from gpu.bench import moe_works as works  # noqa: E402
 from gpu.bench.moe import MoEProgram  # noqa: E402
-from gpu.bench.moe_batch import Batch, draw_experts, lengths_of, plan_of  # noqa: E402
+from gpu.bench.moe_batch import RoutedBatch, draw_experts, lengths_of, plan_of  # noqa: E402
 from gpu.bench.moe_stack import Layers, Runs, comm_sms  # noqa: E402
 from gpu.bench.moe_works import LIMIT, Key, _captured, config_of, error_of, key_of  # noqa: E402
 from gpu.world import launch  # noqa: E402
@@ -97,7 +97,7 @@ class Recording:
             wrapper = UBatchWrapper(
                 None, world=world, schedule=load_schedule("mlp_shared_overlap"), backend=self.backend, moe_layers=()
             )
-            batch = Batch(world, shape, 32, 3, prompt_tokens=16, context_tokens=24, seed=5)
+            batch = RoutedBatch(world, shape, 32, 3, prompt_tokens=16, context_tokens=24, seed=5)
             layers = Layers(world, shape, 3, seed=5)
             runs = Runs(world, wrapper, layers, batch, self.backend, exchange)
             other = Runs(world, wrapper, layers, batch, self.backend, exchange)

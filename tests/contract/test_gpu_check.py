@@ -19,7 +19,7 @@ import torch
 
 from dbo import registry
 from dbo.cli import dispatch as frame
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from gpu.bench import handoff
 from gpu.check import command as check
 from gpu.check import leftovers, planted_faults, runs
@@ -95,7 +95,7 @@ def test_a_hang_that_is_misnamed_or_never_struck_fails():
     passed, after_s, words = hangs._hang(setup, "nccl", wrong)
     assert not passed and after_s is not None
     assert "WRONG: reason is unequal-yields, not stalled" in words and "WRONG: ubatch is 0, not 1" in words
-    passed, after_s, words = hangs._hang(setup, "nccl", hangs.Hang(planted=Program, reason="stalled"))
+    passed, after_s, words = hangs._hang(setup, "nccl", hangs.Hang(planted=Components, reason="stalled"))
     assert not passed and after_s is None and "no report" in words
 
 
@@ -112,7 +112,7 @@ def test_planted_faults_are_found_in_the_trace(backend):
 
 def test_a_fault_that_is_not_found_in_the_trace_fails():
     job = setup_of("nccl").job("nccl", keep_logits=False, max_steps=2)
-    harmless = edges.Fault(planted=Program, kind="unordered", point="C.send")
+    harmless = edges.PlantedFault(planted=Components, kind="unordered", point="C.send")
     passed, words = edges._planted(setup_of("nccl"), job, harmless, 0)
     assert not passed and "NOT FOUND" in words
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dbo.dcp.interface import DCPShape
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import NotAvailable
 from dbo.job.rank import RankMain
 from dbo.job.reference import alone, compare_peers
@@ -116,7 +116,7 @@ def planted(fault: Callable[[Any], Any], rank: int) -> OnRank:
 @pytest.mark.parametrize("fault", [without_lse, one_key_less])
 def test_what_is_wrong_on_one_peer_changes_what_is_said(folder, fault):
     job = dcp_job(folder, "a2a", dbo=False, program_of=planted(fault, 1))
-    found = said(run(job), replace(job, program_of=lambda rank: Program()))
+    found = said(run(job), replace(job, program_of=lambda rank: Components()))
     assert not found.logits_close and found.max_rel_err > 1e-2, found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dbo.check.order import steady_order
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import RankMain
 from dbo.job.reference import by_request
 from dbo.moe.modular_kernel import FusedMoEModularKernel
@@ -73,6 +73,6 @@ class Unjoined(FusedMoEModularKernel):
 
 
 def test_a_layer_that_does_not_wait_for_them_is_named(folder):
-    program_of = OnRank(1, partial(Program, kernel=Unjoined))
+    program_of = OnRank(1, partial(Components, kernel=Unjoined))
     (problem,) = linearity(run(placed(folder, "nccl", "stream", program_of=program_of)).trace).problems
     assert "rank 1" in str(problem) and "A0 is not ordered after side" in str(problem)

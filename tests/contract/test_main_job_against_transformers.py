@@ -17,7 +17,7 @@ import torch
 from dbo.job.rank import RankJob
 from dbo.model.config import ModelConfig, load_model_config
 from dbo.model.generator import generate_model_folder
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.job_harness import BACKENDS, SMALL, numeric_job, outcomes_of, run, split_steps, verdict_of
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers judges the model")
@@ -65,7 +65,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(folder)
 
 
-def check_against(judge: Judge, job: RankJob, launched: Launched) -> int:
+def check_against(judge: Judge, job: RankJob, launched: SimRun) -> int:
     """Compare every sampled row; returns how many there were."""
     tokens: dict[str, list[int]] = {}
     rows: dict[str, list[np.ndarray]] = {}

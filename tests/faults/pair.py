@@ -17,7 +17,7 @@ from dbo.batch.coordinate import CommonConfig, Decision, RankColumn, decide, exc
 from dbo.batch.slicing import UBatchSlice
 from dbo.check import judge
 from dbo.check.report import Report
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import DBOError, UBatchError
 from dbo.schedule import load_schedule
 from dbo.trace import Trace
@@ -176,7 +176,7 @@ def ring_step(
         begin: write the step's begin; not when `decided` has done so.
     """
     arrays = world.tensors
-    program = Program(context=context, player=declaring(declared or [0] * len(bodies)), before_ubatch=before_ubatch)
+    program = Components(context=context, player=declaring(declared or [0] * len(bodies)), before_ubatch=before_ubatch)
 
     def model(*, input_ids: np.ndarray) -> np.ndarray:
         bodies[dbo_current_ubatch_id()](world)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbo.dcp import dcp_a2a_lse_reduce, lse_pack_dim, merge, pack, unpack
-from dbo.dcp.local import LocalGroup, run_ranks
+from dbo.dcp.local import LocalDCPGroup, run_ranks
 from dbo.dcp.oracle import merge_float64
 from dbo.trace import Trace
 from sim.world import SimWorld
@@ -57,7 +57,7 @@ SCORES = (0.5, 0.2, 0.1)
 def short_prompt(*, masked: bool, garbage: float = 0.0) -> torch.Tensor:
     """DCP 8, three tokens: ranks 3 to 7 own no key, their kernels return LSE 0 and `garbage`."""
 
-    def program(group: LocalGroup) -> torch.Tensor:
+    def program(group: LocalDCPGroup) -> torch.Tensor:
         full = group.rank < len(SCORES)
         out = torch.full((1, 8, 1), 1.0 if full else garbage)
         lse = torch.full((1, 8), SCORES[group.rank] if full else 0.0)

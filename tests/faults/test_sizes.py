@@ -9,7 +9,7 @@ import pytest
 from dbo.batch.coordinate import Common, vote
 from dbo.check import judge
 from dbo.config import DBOConfig, capture_ladder, profile_shapes, require_profiled
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import ConfigError
 from dbo.trace import Trace
 from sim.world import SimWorld
@@ -63,7 +63,7 @@ def whole_run(profile: Shapes = profile_shapes) -> Trace:
         block_size=64,
         num_kv_blocks=256,
         model={"max_position_embeddings": 8200},
-        programs=lambda rank: Program(profile=profile),
+        programs=lambda rank: Components(profile=profile),
     )
     return run_job(job).trace
 

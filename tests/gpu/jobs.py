@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo.config import DBOConfig
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import CleanPrograms, FolderWeights, RankJob, RequestSpec
 from dbo.model.config import load_model_config
 from dbo.model.generator import generate_model_folder
@@ -35,7 +35,7 @@ def small_job(
     *,
     ranks: int = 2,
     serial: bool = False,
-    program_of: Callable[[int], Program] | None = None,
+    program_of: Callable[[int], Components] | None = None,
     schedule: str | None = None,
 ) -> RankJob:
     """Some steps split, some do not; one rank has less to do than the others and is idle at the end."""
@@ -106,8 +106,8 @@ class Skipping(Wrapped):
         return self.backend.prepare_async(a1, topk_weights, topk_ids)
 
 
-def skip_an_exchange() -> Program:
-    return Program(prepare_finalize=Skipping)
+def skip_an_exchange() -> Components:
+    return Components(prepare_finalize=Skipping)
 
 
 class DropsAYield(UBatchContext):
@@ -119,8 +119,8 @@ class DropsAYield(UBatchContext):
         super().yield_()
 
 
-def drop_yield() -> Program:
-    return Program(context=DropsAYield)
+def drop_yield() -> Components:
+    return Components(context=DropsAYield)
 
 
 class Dying(Wrapped):
@@ -133,12 +133,12 @@ class Dying(Wrapped):
         return self.backend.finalize_async(expert_out, topk_weights, topk_ids)
 
 
-def killed() -> Program:
-    return Program(prepare_finalize=Dying)
+def killed() -> Components:
+    return Components(prepare_finalize=Dying)
 
 
-def raises_in_ubatch_1() -> Program:
-    return Program(before_ubatch=_raise_in_1)
+def raises_in_ubatch_1() -> Components:
+    return Components(before_ubatch=_raise_in_1)
 
 
 def _raise_in_1(index: int) -> None:
@@ -162,8 +162,8 @@ class SkippingACall(Wrapped):
         return self.backend.prepare_async(a1, topk_weights, topk_ids)
 
 
-def skip_a_call() -> Program:
-    return Program(prepare_finalize=SkippingACall)
+def skip_a_call() -> Components:
+    return Components(prepare_finalize=SkippingACall)
 
 
 class WaitsForNothing(SchedulePlayer):
@@ -174,8 +174,8 @@ class WaitsForNothing(SchedulePlayer):
         self._needs = dict.fromkeys(self._needs, ())
 
 
-def miss_a_wait() -> Program:
-    return Program(player=WaitsForNothing)
+def miss_a_wait() -> Components:
+    return Components(player=WaitsForNothing)
 
 
 class RecordsLate(SchedulePlayer):
@@ -191,5 +191,5 @@ class RecordsLate(SchedulePlayer):
         return item
 
 
-def record_late() -> Program:
-    return Program(player=RecordsLate)
+def record_late() -> Components:
+    return Components(player=RecordsLate)

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from dbo.dcp import lse_pack_dim
 from dbo.dcp.direct import DirectLayout
-from gpu.kernels.exchange import DirectExchange, Tuning, new_region
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, new_region
 from gpu.kernels.packed import TritonKernels
 
 WIDEST_BYTES = 16
@@ -216,7 +216,11 @@ def run_kernels() -> None:
         layout = DirectLayout(world_size=world, max_rows=rows * heads, row_bytes=dim * 4)
         region = new_region(layout, "cpu")
         end = DirectExchange(
-            layout=layout, rank=0, region=region, peer_addresses=[region.data_ptr()] * world, tuning=Tuning(programs=2)
+            layout=layout,
+            rank=0,
+            region=region,
+            peer_addresses=[region.data_ptr()] * world,
+            tuning=ExchangeTuning(programs=2),
         )
         for dtype in DTYPES:
             for strided in ("no", "odd", "columns"):

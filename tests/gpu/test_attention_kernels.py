@@ -117,7 +117,7 @@ def test_attention_is_the_absorbed_one(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("programs", [1, 16, 600])
 def test_keys_may_be_split(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = mla_decode.Tuning(block_keys=16, programs=programs)
+    tuning = mla_decode.AttentionTuning(block_keys=16, programs=programs)
     monkeypatch.setattr(
         mla_decode, "splits_for", lambda rows, heads, keys, _: 2 ** min(3, (programs // rows).bit_length())
     )

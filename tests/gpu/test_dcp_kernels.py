@@ -22,9 +22,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed (extra `k
 from dbo.dcp import empty_rows, lse_pack_dim, merge  # noqa: E402
 from dbo.dcp.direct import DirectLayout, num_tiles, tile_rows  # noqa: E402
 from dbo.dcp.exchange import TORCH_KERNELS  # noqa: E402
-from dbo.dcp.local import LocalGroup, run_ranks  # noqa: E402
+from dbo.dcp.local import LocalDCPGroup, run_ranks  # noqa: E402
 from dbo.errors import PeerFailed, UsageError  # noqa: E402
-from gpu.kernels.exchange import DirectExchange, Tuning, dcp_direct_lse_reduce, new_region  # noqa: E402
+from gpu.kernels.exchange import DirectExchange, ExchangeTuning, dcp_direct_lse_reduce, new_region  # noqa: E402
 from gpu.kernels.packed import TritonKernels  # noqa: E402
 from gpu.kernels.rows import RAW, block_dim  # noqa: E402
 
@@ -171,7 +171,7 @@ def exchanges(world: int, *, spin_limit: int = 4, max_rows: int = 64, programs: 
             rank=rank,
             region=regions[rank],
             peer_addresses=[region.data_ptr() for region in regions],
-            tuning=Tuning(programs=programs, spin_limit=spin_limit),
+            tuning=ExchangeTuning(programs=programs, spin_limit=spin_limit),
         )
         for rank in range(world)
     ]
@@ -304,7 +304,7 @@ def test_direct_falls_back_to_a2a_beyond_its_capacity() -> None:
     outs, lses = zip(*(inputs(shape, torch.float32, seed=r) for r in range(2)), strict=True)
     ends = exchanges(2, max_rows=16)
 
-    def program(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def program(group: LocalDCPGroup) -> tuple[torch.Tensor, torch.Tensor]:
         rank = group.rank
         # Threads, so plain torch packs and merges: Triton's interpreter is not made for two at a time.
         direct = partial(dcp_direct_lse_reduce, exchange=ends[rank], kernels=TORCH_KERNELS)
@@ -322,7 +322,9 @@ def test_direct_refuses_addresses_that_cannot_be_right() -> None:
     address = region.data_ptr()
     for addresses, message in (([address], "addresses=1"), ([1, 2], "rank=0"), ([address, address + 8], "256 bytes")):
         with pytest.raises(UsageError, match=message):
-            DirectExchange(layout=layout, rank=0, region=region, peer_addresses=addresses, tuning=Tuning(programs=1))
+            DirectExchange(
+                layout=layout, rank=0, region=region, peer_addresses=addresses, tuning=ExchangeTuning(programs=1)
+            )
 
 
 def test_layout_regions_do_not_overlap_and_hold_every_tile() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from dbo.check.report import Report
 from dbo.config import BACKENDS
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import RankJob
 from dbo.schedule import presets
 from dbo.trace import Record
 from sim.faults import CATALOGUE, Fault, Site
 from sim.faults.clean_run import CleanRun
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.job_harness import ordering_job, run, verdict_of
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in CATALOGUE}
@@ -36,7 +36,7 @@ class Case:
     def __str__(self) -> str:
         return f"{self.preset}-{self.backend}"
 
-    def job(self, programs: Callable[[int], Program] | None = None) -> RankJob:
+    def job(self, programs: Callable[[int], Components] | None = None) -> RankJob:
         return ordering_job(
             ((8,), (8,)),
             backend=self.backend,
@@ -51,7 +51,7 @@ class Case:
         assert str(verdict_of(launched).verdict) == "proved"
         return CleanRun(launched.trace)
 
-    def mutant(self, fault: str, site: Site) -> Launched:
+    def mutant(self, fault: str, site: Site) -> SimRun:
         where = ",".join(f"{key}={getattr(site, key)}" for key in FAULTS[fault].keys)
         return run(self.job(FAULTS[fault].programs(self.job().config, where)))
 
@@ -65,12 +65,12 @@ def with_worst_case(backend: Any) -> Any:
     return backend
 
 
-def host_counts(launched: Launched) -> list[Record]:
+def host_counts(launched: SimRun) -> list[Record]:
     """Host waits for receive counts."""
     return [r for r in launched.trace.of_kind("host.wait") if "counts" in r.attrs["why"]]
 
 
-def starts(launched: Launched) -> list[tuple[Any, ...]]:
+def starts(launched: SimRun) -> list[tuple[Any, ...]]:
     """When every piece of device work starts."""
     work = [r for r in launched.trace.records if r.on_device and r.dur_us]
     return sorted((r.rank, r.line, r.step, r.layer, r.ubatch, r.point, r.name, round(r.t_us, 3)) for r in work)

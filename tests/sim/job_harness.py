@@ -10,12 +10,12 @@ from typing import Any
 from dbo.check import judge
 from dbo.check.report import Report
 from dbo.config import DBOConfig, effective
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.runner import StepOutcome
 from dbo.job.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.model.config import ModelConfig, parse_model_config
 from dbo.schedule import load_schedule, parse_schedule, to_text
-from sim.world import Launched, launch
+from sim.world import SimRun, launch
 
 BACKENDS = ("deepep_low_latency", "nccl")
 
@@ -88,7 +88,7 @@ def ordering_job(
     backend: str = "nccl",
     schedule: str = "",
     new_tokens: int = 3,
-    programs: Callable[[int], Program] | None = None,
+    programs: Callable[[int], Components] | None = None,
     model: dict[str, Any] | None = None,
     **changes: Any,
 ) -> RankJob:
@@ -111,7 +111,7 @@ def numeric_job(folder: Path, model_config: ModelConfig, *args: Any, **kwargs: A
     return replace(job, model_config=model_config, weights_of=weights_of, keep_logits=True)
 
 
-def run(job: RankJob, **options: Any) -> Launched:
+def run(job: RankJob, **options: Any) -> SimRun:
     """Launch the job, and put into the trace's meta what `dbo check` puts there."""
     mode = "ordering" if job.weights_of is None else "numeric"
     launched = launch(RankMain(job), ranks=job.config.num_ranks, mode=mode, **options)
@@ -125,18 +125,18 @@ def run(job: RankJob, **options: Any) -> Launched:
     return launched
 
 
-def verdict_of(launched: Launched, *, expect_raise: bool = False) -> Report:
+def verdict_of(launched: SimRun, *, expect_raise: bool = False) -> Report:
     """What the detectors say."""
     return judge(launched.trace, expect_raise=expect_raise)
 
 
-def outcomes_of(launched: Launched) -> list[list[StepOutcome]]:
+def outcomes_of(launched: SimRun) -> list[list[StepOutcome]]:
     """What every rank did. A rank whose program raised out of its main task fails the test here."""
     assert launched.errors == [None] * len(launched.errors), launched.errors
     return [list(value) for value in launched.values]
 
 
-def tokens_of(launched: Launched) -> dict[str, list[int]]:
+def tokens_of(launched: SimRun) -> dict[str, list[int]]:
     """Every request's tokens, over all ranks and steps."""
     found: dict[str, list[int]] = {}
     for outcomes in outcomes_of(launched):
@@ -146,6 +146,6 @@ def tokens_of(launched: Launched) -> dict[str, list[int]]:
     return found
 
 
-def split_steps(launched: Launched) -> list[int]:
+def split_steps(launched: SimRun) -> list[int]:
     """The steps that ran in ubatches on rank 0."""
     return [o.step for o in outcomes_of(launched)[0] if o.decision is not None and o.decision.split]

@@ -14,7 +14,7 @@ import pytest
 from dbo.check import HappensBefore, stream_race
 from dbo.errors import CaptureError, ConfigError, NotAvailable
 from dbo.moe.comm_sms import reserved_comm_sms
-from sim.world import Launched, SimWorld, launch
+from sim.world import SimRun, SimWorld, launch
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 4, 64, 2, 8
 
@@ -55,7 +55,7 @@ def v2_dispatch(world: SimWorld, x: Any, ids: Any, weights: Any, **options: Any)
 LIBRARIES = {"v1": (v1_dispatch, "high_throughput"), "v2": (v2_dispatch, "elastic")}
 
 
-def run(library: str, capture_at: str) -> Launched:
+def run(library: str, capture_at: str) -> SimRun:
     """The dispatch's event is captured after "A", after "B", on an "other" stream, or not at all ("")."""
     dispatch, name = LIBRARIES[library]
 
@@ -80,16 +80,16 @@ def run(library: str, capture_at: str) -> Launched:
     return launched
 
 
-def end_of(launched: Launched, name: str) -> float:
+def end_of(launched: SimRun, name: str) -> float:
     return max(r.end_us for r in launched.trace.of_kind("op") if r.name == name and r.rank == 0)
 
 
-def first_on_comm(launched: Launched) -> float:
+def first_on_comm(launched: SimRun) -> float:
     work = [r for r in launched.trace.records if r.line == "comm" and r.rank == 0 and r.reads]
     return min(r.t_us for r in work)
 
 
-def races(launched: Launched) -> int:
+def races(launched: SimRun) -> int:
     return len(stream_race.detect(launched.trace, HappensBefore(launched.trace)).violations)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbo.check import judge
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.model.config import ModelConfig
 from dbo.model.generator import generate_model_folder
 from dbo.moe.deepep_high_throughput import DeepEPHighThroughputPrepareAndFinalize
@@ -24,7 +24,7 @@ from dbo.ubatching.forward_context import ForwardContext, override_forward_conte
 from sim.cost import CostTable
 from sim.faults import Site
 from sim.faults.clean_run import CleanRun
-from sim.world import Launched, SimWorld, launch
+from sim.world import SimRun, SimWorld, launch
 from tests.sim.backend_harness import FAULTS, STREAM_BACKENDS
 from tests.sim.job_harness import SMALL, numeric_job, outcomes_of, run, verdict_of
 
@@ -77,7 +77,7 @@ def scaled(inputs: ExpertInputs) -> torch.Tensor:
     return (inputs.x * share).masked_fill(~here, 0.0)
 
 
-def exchange(kind: tuple[str, bool], tokens: tuple[int, ...], padding: int) -> Launched:
+def exchange(kind: tuple[str, bool], tokens: tuple[int, ...], padding: int) -> SimRun:
     """Two rounds on every rank; the value is what arrived in the last and what came back in both."""
     name, worst = kind
 
@@ -238,18 +238,18 @@ Model = tuple[Path, ModelConfig]
 
 def planted(
     model: Model, backend: str, fault: str, where: str = "", *, schedule: str = "", cost: CostTable | None = None
-) -> Launched:
+) -> SimRun:
     job = numeric_job(*model, ((8,), (8,)), backend=backend, schedule=schedule, new_tokens=1)
     # One step: a step that fails is scheduled again, and this one would fail every time.
     return run(replace(job, program_of=FAULTS[fault].programs(job.config, where), max_steps=1), cost=cost)
 
 
 @pytest.fixture(scope="module")
-def clean(model: Model) -> Callable[..., Launched]:
+def clean(model: Model) -> Callable[..., SimRun]:
     """The run without a fault, once."""
-    kept: dict[tuple[str, str], Launched] = {}
+    kept: dict[tuple[str, str], SimRun] = {}
 
-    def run_once(backend: str, schedule: str = "") -> Launched:
+    def run_once(backend: str, schedule: str = "") -> SimRun:
         if (backend, schedule) not in kept:
             launched = run(numeric_job(*model, ((8,), (8,)), backend=backend, schedule=schedule, new_tokens=1))
             assert str(verdict_of(launched).verdict) == "proved"
@@ -259,14 +259,14 @@ def clean(model: Model) -> Callable[..., Launched]:
     return run_once
 
 
-def is_damaged(launched: Launched, right: Launched) -> bool:
+def is_damaged(launched: SimRun, right: SimRun) -> bool:
     """The sampler met poison, or the numbers are others than the right ones."""
     if any("holds no NaN" in record.attrs["message"] for record in launched.trace.of_kind("error")):
         return True
     return float(np.abs(logits(launched) - logits(right)).max()) > 1e-3
 
 
-def logits(launched: Launched) -> np.ndarray:
+def logits(launched: SimRun) -> np.ndarray:
     return np.concatenate([row for outcomes in outcomes_of(launched) for o in outcomes for row in o.logits.values()])
 
 
@@ -281,11 +281,11 @@ WAITS = {
 @pytest.mark.parametrize("fault", WAITS)
 @pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_v2"])
 def test_a_needed_wait_left_out_shows_as_numbers_and_as_a_race(
-    model: Model, clean: Callable[..., Launched], backend: str, fault: str
+    model: Model, clean: Callable[..., SimRun], backend: str, fault: str
 ) -> None:
     """In one ubatch of every rank: an exchange starts when its last member comes, who would make up for the others."""
     job = numeric_job(*model, ((8,), (8,)), backend=backend, new_tokens=1)
-    hasty = FAULTS[fault].plant(Program(), Site(ubatch=1))
+    hasty = FAULTS[fault].plant(Components(), Site(ubatch=1))
     launched = run(replace(job, program_of=lambda rank: hasty, max_steps=1), cost=WAITS[fault])
     assert str(verdict_of(launched).verdict) == "violated(stream-race)"
     damaged = is_damaged(launched, clean(backend))
@@ -294,7 +294,7 @@ def test_a_needed_wait_left_out_shows_as_numbers_and_as_a_race(
 
 @pytest.mark.parametrize("cost", [SLOW_EXCHANGE, SLOW_COMPUTE], ids=["slow exchange", "slow compute"])
 def test_with_all_its_waits_nothing_depends_on_speed(
-    model: Model, clean: Callable[..., Launched], cost: CostTable
+    model: Model, clean: Callable[..., SimRun], cost: CostTable
 ) -> None:
     job = numeric_job(*model, ((8,), (8,)), backend="deepep_high_throughput", new_tokens=1)
     slow, right = logits(run(job, cost=cost)), logits(clean("deepep_high_throughput"))
@@ -304,7 +304,7 @@ def test_with_all_its_waits_nothing_depends_on_speed(
 @pytest.mark.parametrize("fault", ["late-event", "late-capture"])
 @pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_v2"])
 def test_an_event_after_the_yield_is_right_and_hides_nothing(
-    model: Model, clean: Callable[..., Launched], backend: str, fault: str
+    model: Model, clean: Callable[..., SimRun], backend: str, fault: str
 ) -> None:
     launched = planted(model, backend, fault, "rank=1,ubatch=0")
     assert str(verdict_of(launched).verdict) == "violated(no-overlap)"
@@ -313,7 +313,7 @@ def test_an_event_after_the_yield_is_right_and_hides_nothing(
 
 
 @pytest.mark.parametrize("backend", STREAM_BACKENDS)
-def test_what_crosses_streams_is_kept_alive(model: Model, clean: Callable[..., Launched], backend: str) -> None:
+def test_what_crosses_streams_is_kept_alive(model: Model, clean: Callable[..., SimRun], backend: str) -> None:
     (site, *_) = FAULTS["unrecorded-stream"].sites(CleanRun(clean(backend).trace))
     launched = planted(model, backend, "unrecorded-stream", f"rank={site.rank}")
     assert str(verdict_of(launched).verdict) == "violated(stream-race)"
@@ -329,7 +329,7 @@ def test_what_crosses_streams_is_kept_alive(model: Model, clean: Callable[..., L
     ids=["late-epilogue", "skip-signal", "one-region"],
 )
 def test_rows_of_somebody_else_are_wrong_numbers(
-    model: Model, clean: Callable[..., Launched], backend: str, fault: str, cost: CostTable
+    model: Model, clean: Callable[..., SimRun], backend: str, fault: str, cost: CostTable
 ) -> None:
     where = "rank=1,ubatch=0" if FAULTS[fault].keys else ""
     launched = planted(model, backend, fault, where, schedule="mlp_shared_overlap", cost=cost)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dbo.config import DBOConfig
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from sim.cost import CostTable
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.backend_harness import ALL_BACKENDS, STREAM_BACKENDS, host_counts, with_worst_case
 from tests.sim.job_harness import ordering_job, outcomes_of, run, split_steps, verdict_of
 
@@ -19,14 +19,14 @@ LAYERS = 2  # MoE layers of the model
 UBATCHES = 2
 
 
-def one_step(backend: str, *, worst_case: bool = False, lengths: Any = ((8,), (8,)), **changes: Any) -> Launched:
-    programs = (lambda rank: Program(prepare_finalize=with_worst_case)) if worst_case else None
+def one_step(backend: str, *, worst_case: bool = False, lengths: Any = ((8,), (8,)), **changes: Any) -> SimRun:
+    programs = (lambda rank: Components(prepare_finalize=with_worst_case)) if worst_case else None
     launched = run(ordering_job(lengths, backend=backend, new_tokens=1, programs=programs, **changes))
     assert str(verdict_of(launched).verdict) == "proved"
     return launched
 
 
-def traits(launched: Launched) -> dict[str, Any]:
+def traits(launched: SimRun) -> dict[str, Any]:
     """What a backend does in one layer of one ubatch on rank 0, by the trace alone."""
     mine = [r for r in launched.trace.records if r.rank == 0 and r.step == 0 and r.ubatch == 0 and r.layer == 1]
     waits = [r for r in host_counts(launched) if r.rank == 0 and r.ubatch == 0 and r.layer == 1]

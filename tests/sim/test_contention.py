@@ -15,7 +15,7 @@ from sim.collectives import SimGroup
 from sim.compiled.program import compile_schedule
 from sim.cost import CostTable
 from sim.engine import SMS_PER_DEVICE
-from sim.world import Launched, SimWorld, launch
+from sim.world import SimRun, SimWorld, launch
 from tests.sim.backend_harness import ALL_BACKENDS, DECLARED, Case
 from tests.sim.job_harness import ordering_job, run, verdict_of
 
@@ -324,7 +324,7 @@ def test_the_compiled_form_has_the_times_of_a_machine_without_it(backend: str) -
 # -- only times ---------------------------------------------------------------------------------------------------------
 
 
-def by_line(launched: Launched) -> dict[tuple[int, str], list[tuple[Any, ...]]]:
+def by_line(launched: SimRun) -> dict[tuple[int, str], list[tuple[Any, ...]]]:
     """What every line did, in order, with its edges in places on lines: numbers that no other line's speed changes."""
     place: dict[int, tuple[int, str, int]] = {}
     lines: dict[tuple[int, str], list[Record]] = {}
@@ -342,7 +342,7 @@ def by_line(launched: Launched) -> dict[tuple[int, str], list[tuple[Any, ...]]]:
     }
 
 
-def but_times(launched: Launched) -> list[tuple[Any, ...]]:
+def but_times(launched: SimRun) -> list[tuple[Any, ...]]:
     """Every record in order of issue, with its edges and its bytes."""
     return [
         (r.id, r.rank, r.line, r.kind, r.name, r.step, r.layer, r.ubatch, r.point, r.after, r.reads, r.writes, r.src)

@@ -16,7 +16,7 @@ from dbo.dcp.interface import DCPShape  # noqa: E402
 from dbo.errors import WorkspaceError  # noqa: E402
 from dbo.ubatching.forward_context import ForwardContext, override_forward_context  # noqa: E402
 from sim.faults import dcp_group as faults  # noqa: E402
-from sim.world import Launched, launch  # noqa: E402
+from sim.world import SimRun, launch  # noqa: E402
 
 EXCHANGES = ("ag_rs", "a2a", "a2a_direct")
 ROWS, HEADS, DIM = 6, 4, 5
@@ -54,7 +54,7 @@ def on_device(world: Any, number: int, rows: int = ROWS) -> list[Any]:
 
 def exchanges(
     exchange: str, size: int, *, ranks: int, rounds: int = 3, wrap: Callable[[Any], Any] | None = None
-) -> Launched:
+) -> SimRun:
     """Each rank makes `rounds` exchanges and no other collective."""
 
     def program(world: Any) -> list[Any]:

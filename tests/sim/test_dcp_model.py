@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra `torch`)")
 
-from dbo.engine.components import Program  # noqa: E402
+from dbo.engine.components import Components  # noqa: E402
 from dbo.engine.runner import StepOutcome  # noqa: E402
 from dbo.job.compare import compare  # noqa: E402
 from dbo.job.local import LocalWorld  # noqa: E402
@@ -19,7 +19,7 @@ from dbo.job.rank import RankJob, RankMain  # noqa: E402
 from dbo.model.config import load_model_config  # noqa: E402
 from dbo.model.generator import generate_model_folder  # noqa: E402
 from sim.faults import dcp_group as faults  # noqa: E402
-from sim.world import Launched  # noqa: E402
+from sim.world import SimRun  # noqa: E402
 from tests.sim.job_harness import SMALL, config, numeric_job, outcomes_of, run, split_steps, verdict_of  # noqa: E402
 
 LENGTHS = {1: ((7, 3, 1, 4),), 2: ((7, 3), (1, 4))}
@@ -53,11 +53,11 @@ def reference(asked: RankJob) -> Found:
     """The same requests on one rank on plain CPU tensors, which has all keys and is never split."""
     alone = config(data_parallel_size=1, enable_dbo=False, enable_expert_parallel=False, num_kv_blocks=256)
     together = [[spec for mine in asked.requests for spec in mine]]
-    twin = replace(asked, config=alone, requests=together, program_of=lambda rank: Program())
+    twin = replace(asked, config=alone, requests=together, program_of=lambda rank: Components())
     return by_request([RankMain(twin)(LocalWorld())])
 
 
-def every_peer_agrees_with_the_reference(launched: Launched, asked: RankJob) -> bool:
+def every_peer_agrees_with_the_reference(launched: SimRun, asked: RankJob) -> bool:
     size = asked.config.decode_context_parallel_size
     want, outcomes = reference(asked), outcomes_of(launched)
     said = [compare(want, by_request(outcomes[peer::size]), dtype="float32") for peer in range(size)]

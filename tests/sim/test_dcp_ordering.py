@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.job.rank import RankJob
 from sim.faults import dcp_group as faults
 from tests.sim.job_harness import ordering_job, outcomes_of, run, split_steps, verdict_of
@@ -21,7 +21,7 @@ def job(
     exchange: str,
     layout: str = "dp1-dcp2",
     *,
-    programs: Callable[[int], Program] | None = None,
+    programs: Callable[[int], Components] | None = None,
     **options: Any,
 ) -> RankJob:
     replicas, size = LAYOUTS[layout]
@@ -77,8 +77,8 @@ def test_a_peer_dispatches_its_share_of_the_real_rows() -> None:
     assert max(r.attrs["rows"] for r in sends) == -(-real // 4)
 
 
-def planted(fault: Callable[[Any], Any], rank: int = 1) -> Callable[[int], Program]:
-    return lambda r: faults.plant(fault) if r == rank else Program()
+def planted(fault: Callable[[Any], Any], rank: int = 1) -> Callable[[int], Components]:
+    return lambda r: faults.plant(fault) if r == rank else Components()
 
 
 FAULTS = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dbo.export.chrome import write_trace
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.job_harness import BACKENDS, ordering_job, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,12 +71,12 @@ def test_both_vehicles_write_the_same_trace(backend: str) -> None:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def launched(request: pytest.FixtureRequest) -> Launched:
+def launched(request: pytest.FixtureRequest) -> SimRun:
     return run(ordering_job(backend=request.param))
 
 
 @pytest.fixture(scope="module")
-def events(launched: Launched, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def events(launched: SimRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = write_trace(launched.trace, tmp_path_factory.mktemp("trace") / "trace.json")
     return json.loads(path.read_text())["traceEvents"]
 
@@ -85,7 +85,7 @@ def names_of(events: list[dict[str, Any]], kind: str) -> dict[tuple[int, int], s
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == kind}
 
 
-def test_a_process_is_a_rank_and_a_thread_a_line(launched: Launched, events: list[dict[str, Any]]) -> None:
+def test_a_process_is_a_rank_and_a_thread_a_line(launched: SimRun, events: list[dict[str, Any]]) -> None:
     processes = {pid: name for (pid, _), name in names_of(events, "process_name").items()}
     assert {pid: processes[pid] for pid in (0, 1)} == {0: "rank 0", 1: "rank 1"}
     threads = names_of(events, "thread_name")
@@ -115,7 +115,7 @@ def test_every_arrow_has_a_start_and_an_end_inside_slices_of_different_threads(e
             assert any(start - 1e-3 <= e["ts"] <= stop + 1e-3 for start, stop in inside), e
 
 
-def test_there_are_arrows_for_batons_events_and_collectives(launched: Launched, events: list[dict[str, Any]]) -> None:
+def test_there_are_arrows_for_batons_events_and_collectives(launched: SimRun, events: list[dict[str, Any]]) -> None:
     found = {e["cat"] for e in events if e["ph"] == "s"}
     wanted = {"baton", "collective"} | ({"event"} if launched.trace.meta["backend"] == "nccl" else set())
     assert wanted <= found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.engine.runner import StepOutcome
 from dbo.errors import PeerFailed, UBatchError
 from dbo.job.rank import MOST_FAILURES, SPARE_STEPS, RankJob
@@ -20,7 +20,7 @@ from dbo.moe.modular_kernel import FusedMoEModularKernel
 from dbo.schedule import Item, Point
 from dbo.ubatching.player import SchedulePlayer
 from dbo.ubatching.ring import UBatchContext, dbo_current_ubatch_id, dbo_enabled
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.job_harness import ordering_job, outcomes_of, run, tokens_of, verdict_of
 
 
@@ -41,7 +41,7 @@ class Once:
             raise Broken(self.words)
 
 
-def in_segment(ubatch: int, segment: int) -> Program:
+def in_segment(ubatch: int, segment: int) -> Components:
     """Raise in the segment behind yield number `segment` of a ubatch: at its first point, else when the layer ends."""
     bang = Once(f"segment {segment}")
 
@@ -57,10 +57,10 @@ def in_segment(ubatch: int, segment: int) -> Program:
             if self.context.index == ubatch and self.context.yields == segment:
                 bang()
 
-    return Program(player=Raising)
+    return Components(player=Raising)
 
 
-def at_yield(ubatch: int, index: int) -> Program:
+def at_yield(ubatch: int, index: int) -> Components:
     """Raise instead of handing the baton on."""
     bang = Once(f"yield {index}")
 
@@ -70,10 +70,10 @@ def at_yield(ubatch: int, index: int) -> Program:
                 bang()
             super().yield_()
 
-    return Program(context=Raising)
+    return Components(context=Raising)
 
 
-def after_yield(ubatch: int, index: int) -> Program:
+def after_yield(ubatch: int, index: int) -> Components:
     """Raise as soon as the baton is back."""
     bang = Once(f"after yield {index}")
 
@@ -83,10 +83,10 @@ def after_yield(ubatch: int, index: int) -> Program:
             if self.index == ubatch and self.yields == index + 1:
                 bang()
 
-    return Program(context=Raising)
+    return Components(context=Raising)
 
 
-def in_hook(owner: int, number: int) -> Program:
+def in_hook(owner: int, number: int) -> Components:
     """The `number`-th receive hook of `owner` raises, in the thread of whoever runs it."""
     bang = Once(f"hook {number}")
 
@@ -103,10 +103,10 @@ def in_hook(owner: int, number: int) -> Program:
 
             super().register_recv_hook(raising)
 
-    return Program(context=Raising)
+    return Components(context=Raising)
 
 
-def at_exit(ubatch: int) -> Program:
+def at_exit(ubatch: int) -> Components:
     """Raise where a leaving context runs what is pending with it."""
     bang = Once("exit")
 
@@ -122,15 +122,15 @@ def at_exit(ubatch: int) -> Program:
             if self.leaving and self.index == ubatch:
                 bang()
 
-    return Program(context=Raising)
+    return Components(context=Raising)
 
 
-def before_barrier(ubatch: int) -> Program:
+def before_barrier(ubatch: int) -> Components:
     bang = Once("before the barrier")
-    return Program(before_ubatch=lambda index: bang() if index == ubatch else None)
+    return Components(before_ubatch=lambda index: bang() if index == ubatch else None)
 
 
-def before_first_yield(ubatch: int) -> Program:
+def before_first_yield(ubatch: int) -> Components:
     """In the model itself, in front of everything that the schedule plays."""
     bang = Once("model")
 
@@ -140,10 +140,10 @@ def before_first_yield(ubatch: int) -> Program:
                 bang()
             super().reach(point, layer=layer)
 
-    return Program(player=Raising)
+    return Components(player=Raising)
 
 
-def both_raise(first: int) -> Program:
+def both_raise(first: int) -> Components:
     """Each ubatch raises, `first` in the segment before the other's."""
     bangs = [Once("first"), Once("second")]
 
@@ -158,23 +158,23 @@ def both_raise(first: int) -> Program:
                     bangs[1]()
                 raise
 
-    return Program(context=Raising)
+    return Components(context=Raising)
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------
 
-CLEAN: dict[str, Launched] = {}
+CLEAN: dict[str, SimRun] = {}
 
 
-def clean_of(name: str, job: RankJob) -> Launched:
+def clean_of(name: str, job: RankJob) -> SimRun:
     """The same job without a fault, run once."""
     if name not in CLEAN:
         CLEAN[name] = run(job)
     return CLEAN[name]
 
 
-def planted(job: RankJob, program: Program, rank: int) -> Launched:
-    return run(replace(job, program_of=lambda r: program if r == rank else Program()))
+def planted(job: RankJob, program: Components, rank: int) -> SimRun:
+    return run(replace(job, program_of=lambda r: program if r == rank else Components()))
 
 
 def errors_of(outcomes: list[StepOutcome]) -> list[BaseException]:
@@ -185,7 +185,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error.__cause__ if isinstance(error, UBatchError) and error.__cause__ is not None else error
 
 
-def check_ended_and_recovered(launched: Launched, clean: Launched, *, rank: int, ubatch: int, words: str) -> None:
+def check_ended_and_recovered(launched: SimRun, clean: SimRun, *, rank: int, ubatch: int, words: str) -> None:
     """What an error in a step promises (docs/design.md, section 4), one by one."""
     assert not launched.deadlocked
     assert launched.ticks <= 2 * clean.ticks, "a failed step costs at most its own repetition"
@@ -231,7 +231,7 @@ def test_a_raise_in_any_segment_of_any_ubatch(ring: str, ubatch: int, segment: i
 
 @pytest.mark.parametrize("plant", [at_yield, after_yield])
 @pytest.mark.parametrize("ring", RINGS)
-def test_a_raise_at_each_yield(ring: str, plant: Callable[[int, int], Program]) -> None:
+def test_a_raise_at_each_yield(ring: str, plant: Callable[[int, int], Components]) -> None:
     ubatches, yields, job = RINGS[ring]
     for ubatch in range(ubatches):
         for index in range(LAYERS * yields):
@@ -263,7 +263,7 @@ def test_a_raise_in_a_hook_is_the_error_of_the_ubatch_that_runs_it(owner: int, n
     [(at_exit, "exit"), (before_barrier, "before the barrier"), (before_first_yield, "model")],
 )
 @pytest.mark.parametrize("ring", RINGS)
-def test_a_raise_outside_the_segments(ring: str, plant: Callable[[int], Program], words: str, ubatch: int) -> None:
+def test_a_raise_outside_the_segments(ring: str, plant: Callable[[int], Components], words: str, ubatch: int) -> None:
     job = RINGS[ring][2]
     launched = planted(job, plant(ubatch), rank=1)
     check_ended_and_recovered(launched, clean_of(ring, job), rank=1, ubatch=ubatch, words=words)
@@ -280,16 +280,16 @@ def test_when_both_raise_the_first_error_is_the_one_that_is_raised(ring: str, fi
 # -- dead peers -------------------------------------------------------------------------------------------------------
 
 
-def _outside(seam: str) -> Program:
+def _outside(seam: str) -> Components:
     """Raise in the rank's main task: before the coordination, behind it, or where slices are made."""
     bang = Once(seam)
-    original = getattr(Program(), seam)
+    original = getattr(Components(), seam)
 
     def raising(*args: Any, **kwargs: Any) -> Any:
         bang()
         return original(*args, **kwargs)
 
-    return replace(Program(), **{seam: raising})
+    return replace(Components(), **{seam: raising})
 
 
 @pytest.mark.parametrize("seam", ["exchange", "decide", "make_slices", "slice_plan"])
@@ -313,7 +313,7 @@ def test_a_rank_that_raises_in_a_whole_step(backend: str) -> None:
             return super().forward(*args, layer=layer, **kwargs)
 
     job = ordering_job(backend=backend, enable_dbo=False)
-    launched = planted(job, Program(kernel=Raising), rank=1)
+    launched = planted(job, Components(kernel=Raising), rank=1)
     check_ended_and_recovered(launched, clean_of(f"{backend} whole", job), rank=1, ubatch=-1, words="whole step")
 
 
@@ -342,7 +342,7 @@ def test_one_error_after_another(backend: str) -> None:
     """Each of the first three steps fails somewhere else."""
     bangs = {(0, 0): Once("a"), (1, 1): Once("b"), (2, 0): Once("c")}
 
-    def program_of(rank: int) -> Program:
+    def program_of(rank: int) -> Components:
         class Raising(SchedulePlayer):
             def reach(self, point: str, *, layer: int) -> None:
                 bang = bangs.get((self.context.forward_context.step, rank))
@@ -350,7 +350,7 @@ def test_one_error_after_another(backend: str) -> None:
                     bang()
                 super().reach(point, layer=layer)
 
-        return Program(player=Raising)
+        return Components(player=Raising)
 
     job = ordering_job(backend=backend)
     launched = run(replace(job, program_of=program_of))
@@ -368,7 +368,7 @@ def test_what_ends_the_process_ends_the_run_and_not_the_step(vehicle: str, stop:
         if index == 1:
             raise stop("now")
 
-    job = ordering_job(programs=lambda rank: Program(before_ubatch=before_ubatch))
+    job = ordering_job(programs=lambda rank: Components(before_ubatch=before_ubatch))
     with pytest.raises(stop, match="now"):
         run(job, vehicle=vehicle)
 
@@ -377,7 +377,7 @@ def test_a_run_whose_every_step_fails_ends_and_is_no_proof() -> None:
     def before_ubatch(index: int) -> None:
         raise Broken("always")
 
-    launched = run(ordering_job(programs=lambda rank: Program(before_ubatch=before_ubatch)))
+    launched = run(ordering_job(programs=lambda rank: Components(before_ubatch=before_ubatch)))
     assert [len(rank) for rank in outcomes_of(launched)] == [MOST_FAILURES] * 2
     assert not verdict_of(launched).verdict.good
 
@@ -400,7 +400,7 @@ def test_an_error_in_a_step_that_is_not_split_is_found_too(times: int) -> None:
             return super().parts(*arguments, **more)
 
     job = ordering_job(dbo_decode_token_threshold=64, dbo_prefill_token_threshold=64)
-    launched = planted(job, Program(kernel=Raising), rank=0)
+    launched = planted(job, Components(kernel=Raising), rank=0)
     report = verdict_of(launched)
     assert report.verdict.id == "swallowed-error"
     assert "rank 0 raised Broken: unsplit" in report.violations[0].sentence

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import EngineError
 from dbo.job.compare import margin
 from dbo.job.local import LocalWorld
@@ -21,7 +21,7 @@ from dbo.model.generator import generate_model_folder
 from sim.cost import CostTable
 from sim.faults import CATALOGUE
 from sim.tasks import Task
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.job_harness import (
     BACKENDS,
     SMALL,
@@ -67,7 +67,7 @@ BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-def logits_of(launched: Launched) -> Rows:
+def logits_of(launched: SimRun) -> Rows:
     """Every request's rows of logits, in order."""
     found: dict[str, list[np.ndarray]] = {}
     for outcomes in outcomes_of(launched):
@@ -90,12 +90,12 @@ def alone(job: RankJob) -> tuple[dict[str, list[int]], Rows]:
     return tokens, {request: np.stack(row) for request, row in rows.items()}
 
 
-def forced_drains(launched: Launched) -> list[str]:
+def forced_drains(launched: SimRun) -> list[str]:
     """Host waits that the program did not declare, by source."""
     return [r.name for r in launched.trace.of_kind("host.wait") if not r.attrs["declared"]]
 
 
-def check_like_alone(launched: Launched, job: RankJob) -> None:
+def check_like_alone(launched: SimRun, job: RankJob) -> None:
     """Same greedy tokens, logits within rounding, no forced drain, a good verdict."""
     tokens, rows = alone(job)
     seconds = [margin(row, int(row.argsort()[-2])) for stack in rows.values() for row in stack]
@@ -198,7 +198,7 @@ def test_after_a_failed_step_the_tokens_are_those_of_a_clean_run(
     """
     job = numeric_job(*model, ((30, 4), (9, 5)), backend=backend)
     program = in_segment(0, segment)
-    launched = run(replace(job, program_of=lambda rank: program if rank == 1 else Program()), strategy=strategy)
+    launched = run(replace(job, program_of=lambda rank: program if rank == 1 else Components()), strategy=strategy)
     failed = [[o.step for o in outcomes if o.error is not None] for outcomes in outcomes_of(launched)]
     assert failed == [[0], [0]]
     assert tokens_of(launched) == alone(job)[0]

@@ -13,7 +13,7 @@ import pytest
 
 from sim.faults import Site
 from sim.faults.clean_run import CleanRun
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.backend_harness import DECLARED, FAULTS, PRESETS, STREAM_BACKENDS, Case, starts
 from tests.sim.job_harness import run, verdict_of
 
@@ -119,7 +119,7 @@ def reason_of(fault: str, case: Case, ubatch: int) -> str:
 
 
 @cache
-def clean(case: Case) -> tuple[CleanRun, Launched]:
+def clean(case: Case) -> tuple[CleanRun, SimRun]:
     launched = run(case.job())
     assert str(verdict_of(launched).verdict) == "proved"
     return CleanRun(launched.trace), launched

@@ -14,7 +14,7 @@ from dbo.check.order import steady_order
 from dbo.check.report import Report
 from dbo.errors import ScheduleError
 from dbo.schedule import order_line, presets, validate
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.backend_harness import DECLARED, host_counts
 from tests.sim.job_harness import ordering_job, run, split_steps, verdict_of
 
@@ -30,7 +30,7 @@ WAITS_ONLY = {
 
 
 @cache
-def steady(preset: str, backend: str, ubatches: int = 2) -> tuple[str, Launched, Report]:
+def steady(preset: str, backend: str, ubatches: int = 2) -> tuple[str, SimRun, Report]:
     """The steady order of a run with four MoE layers, the run, and what the detectors say."""
     launched = run(
         ordering_job(

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.schedule import Yield, load_schedule
 from dbo.ubatching.player import SchedulePlayer
-from sim.world import Launched
+from sim.world import SimRun
 from tests.sim.backend_harness import DECLARED, Case
 from tests.sim.job_harness import run, verdict_of
 
 
-def swapped(at: int, ubatch: int) -> Program:
+def swapped(at: int, ubatch: int) -> Components:
     class Swapped(SchedulePlayer):
         def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(context, *args, **kwargs)
@@ -29,7 +29,7 @@ def swapped(at: int, ubatch: int) -> Program:
                 items[at], items[at + 1] = items[at + 1], items[at]
                 self.items = tuple(items)
 
-    return Program(player=Swapped)
+    return Components(player=Swapped)
 
 
 def places(case: Case) -> list[int]:
@@ -38,7 +38,7 @@ def places(case: Case) -> list[int]:
     return [at for at, (one, two) in pairs if isinstance(one, Yield) and not isinstance(two, Yield)]
 
 
-def exchanges(launched: Launched, rank: int, backend: str) -> list[tuple[Any, ...]]:
+def exchanges(launched: SimRun, rank: int, backend: str) -> list[tuple[Any, ...]]:
     """This rank's exchanges in order of issue: whose, of which layer, in which half.
 
     Low-latency calls meet by number, collectives by number on their communicator.
@@ -53,9 +53,9 @@ ORDERED = [Case(*one) for one in DECLARED if one[1] != "symm_copy"]
 COPIES = [Case(*one) for one in DECLARED if one[1] == "symm_copy"]
 
 
-def mutant(case: Case, at: int, ubatch: int) -> Launched:
+def mutant(case: Case, at: int, ubatch: int) -> SimRun:
     program = swapped(at, ubatch)
-    return run(replace(case.job(), program_of=lambda rank: program if rank == 1 else Program()))
+    return run(replace(case.job(), program_of=lambda rank: program if rank == 1 else Components()))
 
 
 @pytest.mark.parametrize("case", ORDERED, ids=str)

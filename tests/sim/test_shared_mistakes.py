@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dbo.batch.coordinate import ROW_PADDED, CommonConfig, Decision, RankColumn, decide, exchange
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.ubatching.player import SchedulePlayer
 from tests.sim.job_harness import ordering_job, run, verdict_of
 
@@ -37,10 +37,10 @@ def votes_above_the_threshold(group: Any, column: RankColumn) -> np.ndarray:
 @pytest.mark.parametrize(
     ("program", "lengths", "words"),
     [
-        (Program(decide=never_splits), ((9, 5), (7, 6)), "is not split, though every rank votes for it"),
-        (Program(decide=splits_against_a_vote), ((4,), (3,)), "is split, though not every rank votes for it"),
+        (Components(decide=never_splits), ((9, 5), (7, 6)), "is not split, though every rank votes for it"),
+        (Components(decide=splits_against_a_vote), ((4,), (3,)), "is split, though not every rank votes for it"),
         (
-            Program(exchange=votes_above_the_threshold),
+            Components(exchange=votes_above_the_threshold),
             ((4,), (9, 5)),
             "rank 0 votes no in step 0 with 4 tokens of prefill",
         ),
@@ -48,7 +48,7 @@ def votes_above_the_threshold(group: Any, column: RankColumn) -> np.ndarray:
     ids=["never split", "against a vote", "off by one"],
 )
 def test_a_decision_against_the_rules_is_found_though_all_ranks_make_it(
-    program: Program, lengths: Any, words: str
+    program: Components, lengths: Any, words: str
 ) -> None:
     clean = run(ordering_job(lengths))
     assert str(verdict_of(clean).verdict) == "proved"
@@ -72,7 +72,7 @@ class Draining:
 
 
 def test_hosts_that_wait_inside_layers_hide_little_and_are_found() -> None:
-    programs: Callable[[int], Program] = lambda rank: Program(prepare_finalize=Draining)  # noqa: E731
+    programs: Callable[[int], Components] = lambda rank: Components(prepare_finalize=Draining)  # noqa: E731
     launched = run(ordering_job(backend="nccl", programs=programs))
     assert any(not record.attrs["declared"] for record in launched.trace.of_kind("host.wait"))
     assert verdict_of(launched).verdict.id == "no-overlap"
@@ -88,7 +88,7 @@ class OneStream(SchedulePlayer):
 
 @pytest.mark.parametrize("backend", ["nccl", "deepep_high_throughput", "symm_copy"])
 def test_exchanges_on_the_compute_stream_are_found(backend: str) -> None:
-    report = verdict_of(run(ordering_job(backend=backend, programs=lambda rank: Program(player=OneStream))))
+    report = verdict_of(run(ordering_job(backend=backend, programs=lambda rank: Components(player=OneStream))))
     assert report.verdict.id == "no-overlap"
     assert any("the schedule has it on the comm stream" in violation.sentence for violation in report.violations)
 

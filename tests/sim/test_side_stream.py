@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.moe.modular_kernel import FusedMoEModularKernel
 from tests.sim.backend_harness import ALL_BACKENDS
 from tests.sim.job_harness import ordering_job, run, verdict_of
@@ -34,6 +34,10 @@ def test_they_run_aside_and_in_order(backend: str) -> None:
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_layer_that_does_not_wait_for_them_races(backend: str) -> None:
     job = ordering_job(
-        REQUESTS, backend=backend, new_tokens=1, shared_experts="stream", programs=lambda rank: Program(kernel=Unjoined)
+        REQUESTS,
+        backend=backend,
+        new_tokens=1,
+        shared_experts="stream",
+        programs=lambda rank: Components(kernel=Unjoined),
     )
     assert verdict_of(run(job)).verdict.id == "stream-race"

@@ -22,7 +22,7 @@ from sim.tensors import (
     unregister_all,
     wrap,
 )
-from sim.tensors.fifo import FifoDevice, Operation
+from tests.sim.fifo_device import FifoDevice, Operation
 
 
 @pytest.fixture

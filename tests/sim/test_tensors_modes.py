@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sim.tensors import raw, register_device, submit_kernel, unregister_all, wrap
-from sim.tensors.fifo import FifoDevice
+from tests.sim.fifo_device import FifoDevice
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "grad": contextlib.nullcontext,

@@ -13,7 +13,7 @@ from dbo.errors import NotAvailable
 from dbo.trace import Access
 from dbo.trace.accesses import overlaps
 from sim.tensors import accesses, poisoned_empty, raw, register_device, unregister_all, wrap
-from sim.tensors.fifo import FifoDevice, Operation
+from tests.sim.fifo_device import FifoDevice, Operation
 
 
 @pytest.fixture

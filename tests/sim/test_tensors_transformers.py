@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sim.tensors import is_poison, raw, register_device, to_sim, unregister_all
-from sim.tensors.fifo import FifoDevice
+from tests.sim.fifo_device import FifoDevice
 
 transformers = pytest.importorskip("transformers", reason="a test dependency: the judge of the model")
 

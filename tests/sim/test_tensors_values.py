@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sim.tensors import SimTensor, is_poison, raw, register_device, unregister_all
-from sim.tensors.fifo import FifoDevice
+from tests.sim.fifo_device import FifoDevice
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 from dbo.trace import Record, Trace
 from dbo.ubatching.forward_context import ForwardContext
 from dbo.ubatching.ring import UBatchContext, make_ubatch_contexts
-from sim.world import Launched, SimWorld, launch
+from sim.world import SimRun, SimWorld, launch
 
 VEHICLES = ("greenlet", "thread")
 
@@ -37,7 +37,7 @@ class Outcome:
     """What is left of a ring: what was said, the trace, and the simulator's own account."""
 
     said: list[Any]
-    launched: Launched
+    launched: SimRun
     errors: list[BaseException | None]
 
     @property

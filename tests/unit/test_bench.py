@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dbo.bench.table import table, to_json
-from dbo.bench.timing import Benchmark, Result, Target, chosen, measure, milliseconds
+from dbo.bench.timing import Benchmark, BenchResult, Target, chosen, measure, milliseconds
 from dbo.cli.dispatch import main
 from dbo.errors import UsageError
 from dbo.registry import BENCHMARKS, benchmarks
@@ -18,8 +18,8 @@ def _benchmark(name: str = "b", *, values: list[float] | None = None, **options)
     return Benchmark(name=name, what="a thing", unit="ms", sample=lambda: left.pop(0), **options)
 
 
-def _result(*samples: float, **options) -> Result:
-    return Result(benchmark=_benchmark(**options), samples=samples)
+def _result(*samples: float, **options) -> BenchResult:
+    return BenchResult(benchmark=_benchmark(**options), samples=samples)
 
 
 def test_a_result_is_its_median_and_spread() -> None:
@@ -129,10 +129,10 @@ def test_dbo_bench_refuses_what_it_does_not_know(arguments: list[str]) -> None:
 def test_an_interrupted_dbo_bench_prints_what_is_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(benchmark: Benchmark, repeat: int) -> Result:
+    def measured(benchmark: Benchmark, repeat: int) -> BenchResult:
         if benchmark.name == "coordination-8":
             raise KeyboardInterrupt
-        return Result(benchmark=benchmark, samples=(1.0,))
+        return BenchResult(benchmark=benchmark, samples=(1.0,))
 
     monkeypatch.setattr("dbo.cli.bench.measure", measured)
     line = ["bench", "sim", "--only", "compiled-64", "--only", "coordination-8"]

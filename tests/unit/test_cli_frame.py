@@ -15,7 +15,7 @@ from dbo.check import verdict
 from dbo.check.violation import Violation
 from dbo.cli.dispatch import COMMANDS, main
 from dbo.errors import ModelFormatError, NotAvailable, StepDrift
-from dbo.job.types import CheckRequest, CheckResult, Invariants, Overlap, Reference, StepReport
+from dbo.job.types import CheckRequest, CheckResult, Invariants, OverlapFigures, Reference, StepReport
 
 
 def result_of(verdict_, violations=()):
@@ -23,7 +23,7 @@ def result_of(verdict_, violations=()):
         verdict=verdict_,
         violations=violations,
         ranks=2,
-        overlap=Overlap(hidden_share=0.9, ideal_share=0.95, exposed_us=float("nan")),
+        overlap=OverlapFigures(hidden_share=0.9, ideal_share=0.95, exposed_us=float("nan")),
         invariants=Invariants(checked=7, failed=len(violations)),
         reference=Reference(tokens_equal=True, max_rel_err=1e-6),
         replay="dbo check --seed 3",

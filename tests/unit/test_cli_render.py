@@ -9,7 +9,7 @@ from dbo.cli import render
 from dbo.cli.rows import draw
 from dbo.cli.terminal import colours
 from dbo.export.rows import Span
-from dbo.job.types import CheckResult, Invariants, Overlap, Reference, SteadyLayer, StepReport
+from dbo.job.types import CheckResult, Invariants, OverlapFigures, Reference, SteadyLayer, StepReport
 
 SPLIT = StepReport(
     step=0,
@@ -34,7 +34,7 @@ def result(**changes):
         "order": ("D1.send", "A0_0"),
         "order_exchanged": True,
         "steady_layer": SteadyLayer(rank=0, step=0, layer=3, comp=(span("A0_0", 0, 5),), comm=(span("D_1", 5, 9),)),
-        "overlap": Overlap(hidden_share=0.931, ideal_share=0.95, exposed_us=12.34),
+        "overlap": OverlapFigures(hidden_share=0.931, ideal_share=0.95, exposed_us=12.34),
         "invariants": Invariants(checked=10, failed=0, by_detector={"deadlock": 4, "stream-race": 6}),
         "reference": Reference(tokens_equal=True, max_rel_err=2.5e-7),
         "backend": "deepep_low_latency",
@@ -82,7 +82,7 @@ def test_a_violation_is_shown_with_its_place_its_report_and_its_replay():
 
 
 def test_a_run_that_never_split_says_so_instead_of_showing_zeros():
-    nothing = Overlap(hidden_share=None, ideal_share=None, exposed_us=0.0)
+    nothing = OverlapFigures(hidden_share=None, ideal_share=None, exposed_us=0.0)
     apart = Reference(tokens_equal=None, max_rel_err=None, why_not="ordering mode has no numbers")
     text = render.text(result(steps=(WHOLE,), order=(), steady_layer=None, overlap=nothing, reference=apart))
     assert "steady layer: none" in text

@@ -25,7 +25,7 @@ from dbo.config import (
     require_profiled,
     validate,
 )
-from dbo.config.case import Case
+from dbo.config.case import ConfigUnderTest
 from dbo.config.flags import refuse_not_now
 from dbo.config.rules import refusals
 from dbo.errors import ConfigError, NotAvailable
@@ -38,7 +38,7 @@ HT = DBO | {"all2all_backend": "deepep_high_throughput"}
 
 
 def objections(options, *, model=MODEL, capabilities=(), **device):
-    case = Case(
+    case = ConfigUnderTest(
         config=DBOConfig(**options),
         model=model,
         device=DeviceLimits(**device),

@@ -14,7 +14,7 @@ import torch
 
 import dbo.dcp
 from dbo.dcp import ag_rs, dcp_a2a_lse_reduce, empty_rows, two_collectives
-from dbo.dcp.local import LocalGroup, run_ranks
+from dbo.dcp.local import LocalDCPGroup, run_ranks
 from dbo.dcp.oracle import merge_float64
 from dbo.dcp.workspace import Slot, WorkspaceManager
 
@@ -56,7 +56,7 @@ def test_every_path_equals_float64(path: str, world: int, dtype: torch.dtype, ba
 
 
 def test_one_collective_and_no_lse_unless_asked() -> None:
-    def program(group: LocalGroup) -> list[str]:
+    def program(group: LocalDCPGroup) -> list[str]:
         result = dcp_a2a_lse_reduce(torch.ones(2, 4, 3), torch.zeros(2, 4), group)
         assert isinstance(result, torch.Tensor) and tuple(result.shape) == (2, 2, 3)
         return group.calls
@@ -65,7 +65,7 @@ def test_one_collective_and_no_lse_unless_asked() -> None:
 
 
 def test_a_rank_without_rows_takes_part() -> None:
-    def program(group: LocalGroup) -> tuple[tuple[int, ...], list[str]]:
+    def program(group: LocalDCPGroup) -> tuple[tuple[int, ...], list[str]]:
         out, lse = dcp_a2a_lse_reduce(torch.ones(0, 4, 3), torch.zeros(0, 4), group, return_lse=True)
         return (*out.shape, *lse.shape), group.calls
 
@@ -125,7 +125,7 @@ def test_other_dtypes_are_refused(out_dtype: torch.dtype, lse_dtype: torch.dtype
 
 
 def test_staging_comes_from_the_named_slot_and_is_not_allocated_again() -> None:
-    def program(group: LocalGroup) -> list[int]:
+    def program(group: LocalDCPGroup) -> list[int]:
         workspace = WorkspaceManager()
         counts = []
         for step in range(3):
@@ -145,7 +145,7 @@ def test_two_ubatches_under_way_do_not_share_staging() -> None:
     torch.manual_seed(0)
     outs, lses = torch.randn(2, 2, 3, 4, 5), torch.randn(2, 2, 3, 4)  # [ubatch, rank, B, H, D]
 
-    def program(group: LocalGroup, slots: tuple[Slot, Slot]) -> list[torch.Tensor]:
+    def program(group: LocalDCPGroup, slots: tuple[Slot, Slot]) -> list[torch.Tensor]:
         workspace = WorkspaceManager()
         merged: list[torch.Tensor] = []
 
@@ -183,7 +183,7 @@ def test_two_ubatches_under_way_do_not_share_staging() -> None:
 
 
 def test_a_failing_rank_releases_the_others() -> None:
-    def program(group: LocalGroup) -> None:
+    def program(group: LocalDCPGroup) -> None:
         if group.rank == 1:
             raise RuntimeError("rank 1 is out")
         dcp_a2a_lse_reduce(torch.ones(1, 2, 3), torch.zeros(1, 2), group)
@@ -193,7 +193,7 @@ def test_a_failing_rank_releases_the_others() -> None:
 
 
 def test_a_rank_that_never_comes_is_a_time_out() -> None:
-    def program(group: LocalGroup) -> None:
+    def program(group: LocalDCPGroup) -> None:
         if group.rank == 0:
             dcp_a2a_lse_reduce(torch.ones(1, 2, 3), torch.zeros(1, 2), group)
 

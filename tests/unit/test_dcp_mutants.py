@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dbo.dcp import dcp_a2a_lse_reduce, empty_rows, lse_pack_dim, merge, pack, unpack
-from dbo.dcp.local import LocalGroup, run_ranks
+from dbo.dcp.local import LocalDCPGroup, run_ranks
 from dbo.dcp.workspace import Slot, WorkspaceManager
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -141,7 +141,7 @@ def test_mutant_batch_axis_is_missing_in_the_staging() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-class SwappedArguments(LocalGroup):
+class SwappedArguments(LocalDCPGroup):
     """The call site passes the send tensor where the output belongs."""
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -156,8 +156,8 @@ class Poisoned(WorkspaceManager):
 
 
 def test_mutant_swapped_arguments() -> None:
-    def check(group_class: type[LocalGroup]) -> None:
-        def program(group: LocalGroup) -> torch.Tensor:
+    def check(group_class: type[LocalDCPGroup]) -> None:
+        def program(group: LocalDCPGroup) -> torch.Tensor:
             mine = group_class(group.world_size, group.rank, group.meeting)
             out = torch.full((2, 4, 3), group.rank + 1.0)
             return dcp_a2a_lse_reduce(out, torch.zeros(2, 4), mine, workspace=Poisoned(), slot=SLOT)
@@ -165,7 +165,7 @@ def test_mutant_swapped_arguments() -> None:
         for merged in run_ranks(2, program):
             assert torch.equal(merged, torch.full((2, 2, 3), 1.5))
 
-    killed(check, right=LocalGroup, mutant=SwappedArguments)
+    killed(check, right=LocalDCPGroup, mutant=SwappedArguments)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_mutant_scratch_a_manager_for_each_call(monkeypatch: pytest.MonkeyPatch)
             yield
 
     def check(manager_of_call: Callable[[dict], WorkspaceManager]) -> None:
-        def program(group: LocalGroup) -> None:
+        def program(group: LocalDCPGroup) -> None:
             kept: dict = {}
             for step in range(3):
                 if step == 1 and group.rank == 0:
@@ -262,7 +262,7 @@ def eight_ranks(masked: bool, garbage: float) -> float:
     """World 8, three tokens: ranks 3 … 7 own no key and return LSE 0. The right answer is 1."""
     scores = [0.5, 0.2, 0.1]
 
-    def program(group: LocalGroup) -> torch.Tensor:
+    def program(group: LocalDCPGroup) -> torch.Tensor:
         full = group.rank < len(scores)
         out = torch.full((1, 8, 1), 1.0 if full else garbage)
         lse = torch.full((1, 8), scores[group.rank] if full else 0.0)

@@ -11,13 +11,13 @@ import pytest
 from dbo.errors import RingError
 from gpu.bench import handoff
 from gpu.host.threads import RawBaton, ThreadBarrier, ThreadWorker
-from gpu.record.recorder import Recorder
+from gpu.record.recorder import RankRecorder
 from gpu.watch import flight_recorder as board
 
 
 @pytest.fixture
 def recorder():
-    made = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0)
+    made = RankRecorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0)
     made.start_line("main", None)
     return made
 
@@ -92,7 +92,7 @@ def test_an_aborted_barrier_wakes_and_refuses(recorder):
 
 def test_every_wait_is_on_the_board_before_it_begins(tmp_path):
     watched = board.Board.create(tmp_path / "board", 1)
-    recorder = Recorder(0, watched.rank(0), place=lambda: (2, 2), stamp=lambda stream: 0.0)
+    recorder = RankRecorder(0, watched.rank(0), place=lambda: (2, 2), stamp=lambda stream: 0.0)
     recorder.start_line("main", None)
     other = worker(recorder)
     baton = RawBaton(recorder)
@@ -110,7 +110,7 @@ def test_every_wait_is_on_the_board_before_it_begins(tmp_path):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_without_records_nothing_is_kept_of_a_meeting(keep):
-    recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=keep)
+    recorder = RankRecorder(0, None, place=lambda: (0, 0), stamp=lambda stream: 0.0, keep=keep)
     task = recorder.start_line("main", SimpleNamespace(name="compute"))
     for index in range(3):
         recorder.device("wait", "signals", attrs={}, after=(recorder.meet_reference("symm_copy", index),))
@@ -146,7 +146,9 @@ def test_a_greenlet_that_nobody_can_wake_is_refused(recorder):
 @pytest.mark.parametrize("keep", [True, False])
 def test_without_records_no_work_is_stamped(keep):
     stamped = []
-    recorder = Recorder(0, None, place=lambda: (0, 0), stamp=lambda stream: stamped.append(stream) or 0.0, keep=keep)
+    recorder = RankRecorder(
+        0, None, place=lambda: (0, 0), stamp=lambda stream: stamped.append(stream) or 0.0, keep=keep
+    )
     task = recorder.start_line("main", SimpleNamespace(name="compute"))
     task.tags = (0, 1, -1, "MLP")
     recorder.launches()

@@ -10,7 +10,7 @@ from dbo.cli import dispatch as frame
 from dbo.cli.doctor import text
 from dbo.errors import NotAvailable, UsageError
 from gpu import probe
-from gpu.probe import Answer, Device, Found
+from gpu.probe import Device, Found, ProbeAnswer
 
 
 def device(index, peers=()):
@@ -100,8 +100,11 @@ def test_the_doctor_tells_what_it_was_told():
     found = Found(
         python="3.12.1",
         devices=(device(0),),
-        libraries={"torch": Answer(there=True, what="2.11.0"), "deep_ep": Answer(there=False, what="no", fix="get it")},
-        backends={"nccl": Answer(there=False, what="one device", fix="show another")},
+        libraries={
+            "torch": ProbeAnswer(there=True, what="2.11.0"),
+            "deep_ep": ProbeAnswer(there=False, what="no", fix="get it"),
+        },
+        backends={"nccl": ProbeAnswer(there=False, what="one device", fix="show another")},
     )
     lines = text(found).splitlines()
     assert "  0: H200, 132 SMs, 128 GiB, reaches no other" in lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import ScheduleError, UBatchError
 from dbo.schedule import presets
 from dbo.schedule.ring import run_ring
@@ -16,7 +16,7 @@ from dbo.trace import Record
 from dbo.ubatching.forward_context import get_forward_context
 from dbo.ubatching.player import SchedulePlayer
 from dbo.ubatching.ring import UBatchContext
-from sim.world import Launched, SimWorld
+from sim.world import SimRun, SimWorld
 from tests.sim.job_harness import ordering_job, run, verdict_of
 from tests.unit.wrapper_harness import call, in_world, step_context, wrapper_of
 
@@ -31,7 +31,7 @@ RUNS = [
 ]
 
 
-def issued(launched: Launched, *, step: int = 0, rank: int = 0) -> list[tuple[str, int, int]]:
+def issued(launched: SimRun, *, step: int = 0, rank: int = 0) -> list[tuple[str, int, int]]:
     """(point, ubatch, MoE layer) in order of issue; neighbours of one point are one."""
     found = [
         (r.point, r.ubatch, r.layer - 1)
@@ -80,7 +80,7 @@ def test_the_order_can_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 self._yields_seen += 1
 
-    job = ordering_job(backend="nccl", schedule="mlp_shared_overlap", programs=lambda rank: Program(player=Careless))
+    job = ordering_job(backend="nccl", schedule="mlp_shared_overlap", programs=lambda rank: Components(player=Careless))
     clean = ordering_job(backend="nccl", schedule="mlp_shared_overlap")
     assert issued(run(job)) != issued(run(clean))
 
@@ -118,7 +118,7 @@ def play_layer(
     return in_world(program, arrays=False)
 
 
-def of_ubatch(launched: Launched, ubatch: int) -> list[Record]:
+def of_ubatch(launched: SimRun, ubatch: int) -> list[Record]:
     return sorted((r for r in launched.trace.records if r.ubatch == ubatch), key=lambda r: r.id)
 
 
@@ -212,7 +212,7 @@ def test_an_offset_skips_the_first_yields_of_the_first_and_the_last_of_the_last_
                 turns[self.context.index].append((index, self.context.yields > before))
 
     job = ordering_job(
-        backend="nccl", schedule="sglang_decode", new_tokens=1, programs=lambda rank: Program(player=Noting)
+        backend="nccl", schedule="sglang_decode", new_tokens=1, programs=lambda rank: Components(player=Noting)
     )
     run(job)
     total = 2 * 5
@@ -229,5 +229,5 @@ def test_the_context_knows_the_declared_yields_before_it_runs() -> None:
             seen.append(self.declared_yields)
             return super().__enter__()
 
-    run(ordering_job(backend="nccl", new_tokens=1, programs=lambda rank: Program(context=Asking)))
+    run(ordering_job(backend="nccl", new_tokens=1, programs=lambda rank: Components(context=Asking)))
     assert seen and set(seen) == {2 * 3}

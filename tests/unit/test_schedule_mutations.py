@@ -3,7 +3,7 @@
 import pytest
 
 from dbo.errors import ScheduleError
-from dbo.schedule import Hook, presets, validate
+from dbo.schedule import RunRecvHook, presets, validate
 from dbo.schedule.ring import run_ring
 from dbo.schedule.text import item_text, parse_schedule
 
@@ -51,7 +51,7 @@ def test_dropping_any_yield_or_hook_of_low_latency_is_refused(name, backend):
     schedule = presets()[name]
     items = schedule.program(backend).items
     for i, item in enumerate(items):
-        if item_text(item) == "|" or item == Hook():
+        if item_text(item) == "|" or item == RunRecvHook():
             assert effect(text_of(schedule, backend, items[:i] + items[i + 1 :]), backend) is None
 
 

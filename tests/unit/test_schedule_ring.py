@@ -3,7 +3,17 @@
 import pytest
 
 from dbo.errors import ScheduleError
-from dbo.schedule import Hook, Point, Program, Schedule, Yield, load_schedule, order_line, parse_schedule, ring_order
+from dbo.schedule import (
+    LayerProgram,
+    Point,
+    RunRecvHook,
+    Schedule,
+    Yield,
+    load_schedule,
+    order_line,
+    parse_schedule,
+    ring_order,
+)
 from dbo.schedule.ring import run_ring, steady_window
 
 SEED_ORDER = (
@@ -129,7 +139,7 @@ def test_a_carried_wait_is_played_as_part_of_its_own_layer():
     carried = load_schedule("lightllm_decode")
     program = carried.program("nccl")
     assert program.carries
-    folded = Schedule(name="f", backends=("nccl",), programs=(Program(items=program.folded),))
+    folded = Schedule(name="f", backends=("nccl",), programs=(LayerProgram(items=program.folded),))
     assert ring_order(carried, backend="nccl") == ring_order(folded)
     steps = ring_order(carried, backend="nccl", layers=2)
     assert [s.layer for s in steps if s.point == "C.recv" and s.ubatch == 0] == [0, 1]
@@ -145,8 +155,8 @@ def test_a_receive_before_its_hook_is_refused():
 
 
 def test_a_second_hook_with_the_same_peer_is_refused():
-    items = (Point("A0"), Point("D.send"), Point("C.send"), Yield(), Hook(), Point("D.recv"), Point("C.recv"))
-    schedule = Schedule(name="t", backends=("deepep_low_latency",), programs=(Program(items=items),))
+    items = (Point("A0"), Point("D.send"), Point("C.send"), Yield(), RunRecvHook(), Point("D.recv"), Point("C.recv"))
+    schedule = Schedule(name="t", backends=("deepep_low_latency",), programs=(LayerProgram(items=items),))
     with pytest.raises(ScheduleError, match=r"one receive hook at a time.*pending=D\.recv"):
         ring_order(schedule)
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from dbo.errors import ScheduleError, ScheduleSyntaxError
 from dbo.schedule import (
     BACKENDS,
-    Hook,
+    LayerProgram,
     Point,
-    Program,
+    RunRecvHook,
     Schedule,
     Yield,
     default_schedule,
@@ -40,12 +40,12 @@ def test_a_text_parses_into_values():
     assert schedule.items == (
         Point("A0"),
         Point("A1"),
-        Hook(),
+        RunRecvHook(),
         Point("D.send"),
         Yield(),
         Point("D.recv"),
         Point("MLP"),
-        Hook(),
+        RunRecvHook(),
         Point("C.send"),
         Point("S"),
         Yield(),
@@ -73,9 +73,9 @@ def schedules(draw):
     def program(key):
         names = draw(points.flatmap(st.permutations))
         items = [Point(name, draw(st.sampled_from(["compute", "comm"]))) for name in names]
-        for item in draw(st.lists(st.sampled_from([Yield(), Hook()]), max_size=6)):
+        for item in draw(st.lists(st.sampled_from([Yield(), RunRecvHook()]), max_size=6)):
             items.insert(draw(st.integers(0, len(items))), item)
-        return Program(items=tuple(items), backends=key)
+        return LayerProgram(items=tuple(items), backends=key)
 
     return Schedule(
         name="s",

@@ -7,9 +7,9 @@ import pytest
 
 from dbo.errors import ScheduleError
 from dbo.schedule import (
-    Hook,
+    LayerProgram,
     Point,
-    Program,
+    RunRecvHook,
     Schedule,
     Yield,
     load_schedule,
@@ -159,7 +159,7 @@ def test_refused(fault):
 )
 def test_a_schedule_built_in_code_is_checked_like_a_text(change, message):
     schedule = layer(LOW_LATENCY)
-    program = Program(items=tuple(change(list(schedule.items))))
+    program = LayerProgram(items=tuple(change(list(schedule.items))))
     with pytest.raises(ScheduleError, match=message):
         validate(replace(schedule, programs=(program,)), backend="deepep_low_latency", num_ubatches=2)
 
@@ -218,9 +218,11 @@ def random_schedule(rng):
     for _ in range(rng.randrange(3)):
         items.insert(rng.randrange(1, len(items) + 1), Yield())
     for _ in range(rng.randrange(1, 5)):
-        items.insert(rng.randrange(len(items) + 1), Hook())
+        items.insert(rng.randrange(len(items) + 1), RunRecvHook())
     offset = rng.randrange(2)
-    return Schedule(name="r", backends=("deepep_low_latency",), programs=(Program(items=tuple(items)),), offset=offset)
+    return Schedule(
+        name="r", backends=("deepep_low_latency",), programs=(LayerProgram(items=tuple(items)),), offset=offset
+    )
 
 
 def test_accepted_low_latency_schedules_never_break_the_buffers():

@@ -16,9 +16,9 @@ from dbo.moe.symm_copy import SymmCopyPrepareAndFinalize
 from dbo.moe.symm_copy_ops import TorchCopyRows
 from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 from gpu.alltoall import symmetric_copies
-from gpu.alltoall.symmetric_copies import ALIGNMENT_BYTES, HALVES, DeviceCopies, Layout, Memory
+from gpu.alltoall.symmetric_copies import ALIGNMENT_BYTES, HALVES, DeviceCopies, Memory, RegionLayout
 
-LAYOUT = Layout(ranks=3, ubatches=2, rows=5, row_bytes=(48, 16))
+LAYOUT = RegionLayout(ranks=3, ubatches=2, rows=5, row_bytes=(48, 16))
 CHANNELS = list(itertools.product(range(2), HALVES))
 
 
@@ -41,9 +41,9 @@ def test_more_than_was_reserved_is_refused(channel: tuple[int, str], rows: int) 
 
 
 def test_a_smaller_reservation_takes_the_memory_that_is_there() -> None:
-    assert LAYOUT.covers(Layout(ranks=3, ubatches=1, rows=4, row_bytes=(48, 16)))
-    assert not LAYOUT.covers(Layout(ranks=3, ubatches=2, rows=99, row_bytes=(48, 16)))
-    assert not LAYOUT.covers(Layout(ranks=2, ubatches=2, rows=5, row_bytes=(48, 16)))
+    assert LAYOUT.covers(RegionLayout(ranks=3, ubatches=1, rows=4, row_bytes=(48, 16)))
+    assert not LAYOUT.covers(RegionLayout(ranks=3, ubatches=2, rows=99, row_bytes=(48, 16)))
+    assert not LAYOUT.covers(RegionLayout(ranks=2, ubatches=2, rows=5, row_bytes=(48, 16)))
 
 
 class Signals:
@@ -81,7 +81,7 @@ class World:
 
 def ends(size: int) -> list[DeviceCopies]:
     """All ranks' ends over one memory, as they see each other's on devices."""
-    layout = Layout(ranks=size, ubatches=2, rows=7, row_bytes=(16, 8))
+    layout = RegionLayout(ranks=size, ubatches=2, rows=7, row_bytes=(16, 8))
     memory = Memory(layout=layout, regions=[torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(size)])
     signals, made = Signals(), []
     for rank in range(size):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.errors import DBOError, RingError, UBatchError
 from dbo.ubatching.forward_context import get_forward_context, override_forward_context
 from dbo.ubatching.ring import (
@@ -292,7 +292,7 @@ def test_the_first_error_is_raised_naming_its_ubatch_and_the_next_step_works(
                 dbo_yield()
             return input_ids
 
-        wrapper = wrapper_of(world, model, program=Program(before_ubatch=before))
+        wrapper = wrapper_of(world, model, program=Components(before_ubatch=before))
         with pytest.raises(UBatchError, match=f"ubatch {ubatch} of rank 0 raised Bang: {when}") as caught:
             call(wrapper, step_context((0, 5, 10)), input_ids=IDS)
         assert isinstance(caught.value.__cause__, Bang) and caught.value.ubatch == ubatch
@@ -381,7 +381,7 @@ def test_a_ring_error_before_the_barrier_does_not_pass_for_the_barriers_own(vehi
             if index == 1:
                 raise RingError("before the barrier")
 
-        wrapper = wrapper_of(world, lambda input_ids: input_ids, program=Program(before_ubatch=before))
+        wrapper = wrapper_of(world, lambda input_ids: input_ids, program=Components(before_ubatch=before))
         with pytest.raises(UBatchError, match="ubatch 1 of rank 0 raised RingError: before the barrier"):
             call(wrapper, step_context((0, 5, 10)), input_ids=IDS)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dbo.batch.slicing import UBatchSlice
-from dbo.engine.components import Program
+from dbo.engine.components import Components
 from dbo.schedule import Schedule, load_schedule, parse_schedule
 from dbo.ubatching.forward_context import ForwardContext, override_forward_context
 from dbo.ubatching.wrapper import UBatchWrapper
-from sim.world import Launched, SimWorld, launch
+from sim.world import SimRun, SimWorld, launch
 
 
 class ArrayTensors:
@@ -40,7 +40,7 @@ def wrapper_of(
     schedule: str = "mlp_shared_overlap",
     backend: str = "nccl",
     moe_layers: Sequence[int] = (),
-    program: Program | None = None,
+    program: Components | None = None,
 ) -> UBatchWrapper:
     return UBatchWrapper(
         model,
@@ -69,7 +69,7 @@ def step_context(bounds: Sequence[int] | None, *, num_tokens: int = 0, real: int
     )
 
 
-def in_world(program: Callable[[SimWorld], Any], *, vehicle: str = "greenlet", arrays: bool = True) -> Launched:
+def in_world(program: Callable[[SimWorld], Any], *, vehicle: str = "greenlet", arrays: bool = True) -> SimRun:
     """Run `program` on one rank; an error of it fails the test that did not ask for it."""
 
     def main(world: SimWorld) -> Any:

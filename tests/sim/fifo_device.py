@@ -27,7 +27,7 @@ class Operation:
     src: str
 
 
-class Event:
+class FifoEvent:
     """Recorded on one stream, waited for by others. Fires when the stream that recorded it gets there."""
 
     def __init__(self, stream: str) -> None:
@@ -53,7 +53,7 @@ class FifoDevice:
         self.host_reads: list[tuple[str, bool]] = []
         self.buffers: dict[int, tuple[str, int]] = {}
         self.freed: list[int] = []
-        self._queues: dict[str, deque[Operation | Event | tuple[str, Event]]] = {}
+        self._queues: dict[str, deque[Operation | FifoEvent | tuple[str, FifoEvent]]] = {}
         self._stream: ContextVar[str] = ContextVar(f"fifo_stream_{rank}", default="compute")
         self._next_buffer = 1
 
@@ -91,13 +91,13 @@ class FifoDevice:
         finally:
             self._stream.reset(token)
 
-    def record(self) -> Event:
+    def record(self) -> FifoEvent:
         """An event after what is queued on the current stream."""
-        event = Event(self._stream.get())
+        event = FifoEvent(self._stream.get())
         self._queue(event.stream).append(event)
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: FifoEvent) -> None:
         """Later work of the current stream starts after `event`."""
         self._queue(self._stream.get()).append(("wait", event))
 
@@ -117,7 +117,7 @@ class FifoDevice:
         item = self._queue(name).popleft()
         if isinstance(item, Operation):
             item.run()
-        elif isinstance(item, Event):
+        elif isinstance(item, FifoEvent):
             item.fired = True
         else:
             event = item[1]
@@ -128,5 +128,5 @@ class FifoDevice:
                     )
                 self._step(event.stream)
 
-    def _queue(self, name: str) -> deque[Operation | Event | tuple[str, Event]]:
+    def _queue(self, name: str) -> deque[Operation | FifoEvent | tuple[str, FifoEvent]]:
         return self._queues.setdefault(name, deque())
