@@ -10,7 +10,7 @@ from dbo.schedule.drawing import drawing
 from dbo.schedule.model import BACKENDS, HOOK_BACKENDS, POINTS, Item, LayerProgram, Point, RunRecvHook, Schedule, Yield
 from dbo.schedule.oplist import parse_operations
 from dbo.schedule.order import order_line
-from dbo.schedule.presets import default_schedule, load_schedule, presets
+from dbo.schedule.presets import load_schedule, presets
 from dbo.schedule.ring import Step, ring_order, steady_window
 from dbo.schedule.text import parse_schedule, to_text
 from dbo.schedule.validate import validate
@@ -26,7 +26,6 @@ __all__ = [
     "Schedule",
     "Step",
     "Yield",
-    "default_schedule",
     "drawing",
     "load_schedule",
     "order_line",

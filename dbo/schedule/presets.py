@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dbo.errors import ScheduleError, refusal
-from dbo.schedule.model import HOOK_BACKENDS, Schedule
+from dbo.schedule.model import Schedule
 from dbo.schedule.oplist import parse_operations
 from dbo.schedule.text import parse_schedule
 
@@ -57,8 +57,3 @@ def load_schedule(name_or_path: str | Path) -> Schedule:
     if path.suffix == ".ops":
         return parse_operations(text, name=path.stem, source=str(path))
     return parse_schedule(text, source=str(path))
-
-
-def default_schedule(backend: str) -> Schedule:
-    """What `backend` runs when no schedule is asked for."""
-    return load_schedule("mlp_shared_overlap" if backend in HOOK_BACKENDS else "vllm_high_throughput")

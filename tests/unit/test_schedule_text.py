@@ -12,7 +12,6 @@ from dbo.schedule import (
     RunRecvHook,
     Schedule,
     Yield,
-    default_schedule,
     load_schedule,
     parse_schedule,
     presets,
@@ -209,7 +208,6 @@ def test_presets_are_found_by_name_and_alias():
         "sglang_prefill",
         "vllm_high_throughput",
     ]
-    assert {default_schedule(backend).name for backend in BACKENDS} == {"mlp_shared_overlap", "vllm_high_throughput"}
 
 
 def test_an_unknown_name_lists_the_choices(tmp_path):
