@@ -76,6 +76,7 @@ def campaign(
     first_seed: int = 0,
     mode: str = "ordering",
     clean: bool = True,
+    faults_first: bool = False,
     told: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Draw and run cases; what happens goes into `tally`.
@@ -84,12 +85,15 @@ def campaign(
         faults: to plant, in turn.
         first_seed: of the first batch; the n-th has `first_seed` + n.
         clean: also run cases without a fault.
+        faults_first: clean cases come behind the faults, for faults that were asked for by name.
         told: hears after each batch how far it came.
     """
     turns: list[tuple[str, st.SearchStrategy[Case]]] = []
     if clean:
         turns.append((CLEAN, clean_cases(small=mode == "numeric").map(lambda case: replace(case, mode=mode))))
     turns += [(fault.name, planted_cases([fault], mode)) for fault in faults]
+    if faults_first and clean:
+        turns = [*turns[1:], turns[0]]
     ends = time.monotonic() + budget.seconds if budget.seconds is not None else None
 
     def spent() -> bool:

@@ -110,7 +110,8 @@ def many_cases(
     tally, interrupted = Tally(), False
     try:
         budget = Budget(cases=cases, seconds=seconds)
-        campaign(tally, budget, faults=planted, first_seed=seed, mode=mode, told=told)
+        named = list(faults) not in (["all"], ["none"])
+        campaign(tally, budget, faults=planted, first_seed=seed, mode=mode, faults_first=named, told=told)
     except KeyboardInterrupt:
         interrupted = True
     finding = tally.finding

@@ -102,7 +102,7 @@ def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchma
         UsageError: a name that fits none.
     """
     for name in only:
-        if not any(benchmark.name.startswith(name) for benchmark in benchmarks):
+        if not name or not any(benchmark.name.startswith(name) for benchmark in benchmarks):
             known = ", ".join(benchmark.name for benchmark in benchmarks)
             raise UsageError.of("--only names benchmarks", fix=f"choose from {known}", only=name)
     return [b for b in benchmarks if not only or any(b.name.startswith(name) for name in only)]

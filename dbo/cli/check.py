@@ -17,6 +17,7 @@ from dbo.cli.terminal import colours
 from dbo.config.flags import refuse_not_now
 from dbo.errors import NotAvailable
 from dbo.export.chrome import refuse_unwritable
+from dbo.job.defaults import SOURCES, flags_of
 from dbo.job.types import CheckRequest
 
 _CONFIG = "config."
@@ -51,8 +52,10 @@ def add_arguments(parser: Parser) -> None:
         help="world gpu: all ranks on the first device, for correctness only; DeepEP allows it, NCCL does not",
     )
     group = parser.add_argument_group("configuration")
+    unflagged = config.DBOConfig(**flags_of(CheckRequest()))
     for flag in config.FLAGS:
-        group.add_argument(flag.flag, dest=_CONFIG + flag.field, default=argparse.SUPPRESS, **_kind(flag))
+        told = flag.help(getattr(unflagged, flag.field), SOURCES.get(flag.field))
+        group.add_argument(flag.flag, dest=_CONFIG + flag.field, default=argparse.SUPPRESS, help=told, **_kind(flag))
     for refused in config.NOT_NOW:
         # Known only to be refused by name, with what to do instead.
         parser.add_argument(
@@ -114,9 +117,9 @@ def _prefixed(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 def _kind(flag: config.Flag) -> dict[str, Any]:
     """argparse options of one declared flag; a switch can also be turned off, `--no-enable-dbo`."""
     if flag.type is None:
-        return {"action": argparse.BooleanOptionalAction, "help": flag.help}
+        return {"action": argparse.BooleanOptionalAction}
     metavar = None if flag.choices else flag.metavar
-    return {"type": flag.type, "choices": flag.choices, "help": flag.help, "metavar": metavar}
+    return {"type": flag.type, "choices": flag.choices, "metavar": metavar}
 
 
 def _scalar(text: str) -> Any:

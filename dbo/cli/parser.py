@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from dbo.config.flags import comma_separated_ints
+from dbo.config.declaration import comma_separated_ints
 from dbo.errors import UsageError, refusal
 
 _TAKEN = {int: "an integer", float: "a number", comma_separated_ints: "integers between commas, as 16,64"}

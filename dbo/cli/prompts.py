@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dbo.config.paths import MIB, read_bounded
 from dbo.errors import PromptError, refusal
 
 ID_KEYS = ("prompt_token_ids", "token_ids")
@@ -54,7 +55,8 @@ def read_prompts(path: Path) -> PromptFile:
         PromptError: missing, unreadable, not UTF-8, without a prompt, an empty prompt, malformed JSON (with its line).
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path, limit_bytes=64 * MIB, what="a prompt file", error=PromptError).decode("utf-8-sig")
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise PromptError.of(
             "a prompt file must be readable", fix=error.strerror or str(error), prompts=path

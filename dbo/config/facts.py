@@ -21,6 +21,14 @@ DEFAULT_DECODE_THRESHOLD_TOKENS = 32
 DEFAULT_PREFILL_THRESHOLD_TOKENS = 512
 DEFAULT_QUEUE_PAIR_DEPTH = 1024
 
+# The largest values that options take; `dbo.config.options` gives the reason with each option.
+MOST_RANKS = 4096
+MOST_UBATCHES = 64
+MOST_STEP_TOKENS = 2**20
+MOST_BLOCK_TOKENS = 2**16
+MOST_QUEUE_PAIR_DEPTH = 2**15
+MOST_INT32 = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendFacts:
@@ -58,6 +66,11 @@ BACKENDS: dict[str, BackendFacts] = {
     NCCL: BackendFacts(),
     SYMM_COPY: BackendFacts(),
 }
+
+
+def backend_names() -> tuple[str, ...]:
+    """The all-to-all backends that a configuration may name."""
+    return tuple(BACKENDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
-"""The command line's view of `DBOConfig`: each option described once, and the ones that are refused by name."""
+"""The command line's view of `DBOConfig`: its declared options, and other engines' that are refused by name."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dbo.config import facts
+from dbo.config.declaration import Option, comma_separated_ints, option_of
+from dbo.config.options import DBOConfig
 from dbo.errors import ConfigError
 
 
@@ -15,25 +17,51 @@ class Flag:
     """One command-line option.
 
     Attributes:
-        flag: its spelling.
         field: of `DBOConfig`.
         type: turns the text into a value; None for a switch that stores True.
-        choices: the texts that are taken; None: any.
-        help: one line.
-        unit: what its value counts, where the flag's last word does not say it.
+        declared: what the field's declaration says.
     """
 
-    flag: str
     field: str
     type: Callable[[str], Any] | None
-    choices: tuple[str, ...] | None = None
-    help: str
-    unit: str = ""
+    declared: Option
+
+    @property
+    def flag(self) -> str:
+        """Its spelling."""
+        return self.declared.flag
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The texts that are taken; None: any."""
+        return self.declared.choices() if self.declared.choices is not None else None
 
     @property
     def metavar(self) -> str:
         """What a help text calls the value."""
-        return (self.unit or self.flag.rpartition("-")[2]).upper()
+        return (self.declared.unit or self.flag.rpartition("-")[2]).upper()
+
+    def typed(self, value: Any) -> list[str]:
+        """The words that give this value on a command line."""
+        if self.type is None:
+            return [self.flag if value else self.flag.replace("--", "--no-", 1)]
+        return [self.flag, self._shown(value)]
+
+    def help(self, effective: Any, source: str | None = None) -> str:
+        """A line of help.
+
+        Args:
+            effective: the value of a run that does not give this option; None: it has none.
+            source: where that comes from, in words; None: as the field's declaration says.
+        """
+        words = self.declared.default if source is None else source
+        shown = self._shown(effective) if effective is not None else ""
+        return f"{self.declared.help} (default: {', '.join(filter(None, (shown, words)))})"
+
+    def _shown(self, value: Any) -> str:
+        if self.type is None:
+            return "on" if value else "off"
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,127 +82,22 @@ class NotNow:
     instead: str = "drop the option"
 
 
-def comma_separated_ints(text: str) -> tuple[int, ...]:
-    """Parse "16,64,128".
+_TYPES: Mapping[str, Callable[[str], Any] | None] = {
+    "bool": None,
+    "int": int,
+    "str": str,
+    "str | None": str,
+    "tuple[int, ...] | None": comma_separated_ints,
+}
+"""How a field's annotation is read from text; None: a switch."""
 
-    Raises:
-        ValueError: anything but integers between commas.
-    """
-    return tuple(int(part) for part in text.split(","))
+
+def _flag(field: dataclasses.Field[Any], declared: Option) -> Flag:
+    return Flag(field=field.name, type=_TYPES[str(field.type)], declared=declared)
 
 
-FLAGS: tuple[Flag, ...] = (
-    Flag(flag="--world", field="world", type=str, choices=facts.WORLDS, help="where to run"),
-    Flag(flag="--data-parallel-size", field="data_parallel_size", type=int, help="DP replicas"),
-    Flag(
-        flag="--enable-expert-parallel",
-        field="enable_expert_parallel",
-        type=None,
-        help="spread the routed experts over all ranks",
-    ),
-    Flag(flag="--enable-dbo", field="enable_dbo", type=None, help="split steps and overlap their exchanges"),
-    Flag(
-        flag="--ubatch-size",
-        field="num_ubatches",
-        type=int,
-        help="number of ubatches a step is cut in; 2 or more also enables DBO (default: 2 with DBO)",
-    ),
-    Flag(
-        flag="--dbo-decode-token-threshold",
-        field="dbo_decode_token_threshold",
-        type=int,
-        help="tokens from which a uniform decode batch is split (default: 32)",
-    ),
-    Flag(
-        flag="--dbo-prefill-token-threshold",
-        field="dbo_prefill_token_threshold",
-        type=int,
-        help="tokens from which a batch with a prefill is split (default: 512)",
-    ),
-    Flag(
-        flag="--dbo-split-points",
-        field="split_points",
-        type=comma_separated_ints,
-        help="token counts where a step is cut, comma-separated (default: equal parts)",
-    ),
-    Flag(flag="--dbo-comm-sms", field="dbo_comm_sms", type=int, help="SMs reserved for exchanges under DBO, even"),
-    Flag(flag="--dbo-schedule", field="dbo_schedule", type=str, help="preset name or schedule file"),
-    Flag(
-        flag="--shared-experts",
-        field="shared_experts",
-        type=str,
-        choices=facts.SHARED_EXPERTS,
-        help="the shared expert overlaps its combine, runs before, or on a side stream",
-    ),
-    Flag(
-        flag="--all2all-backend",
-        field="all2all_backend",
-        type=str,
-        choices=tuple(facts.BACKENDS),
-        help="who moves tokens between ranks",
-    ),
-    Flag(
-        flag="--low-latency-max-tokens-per-rank",
-        field="low_latency_max_tokens_per_rank",
-        type=int,
-        help="rows a rank may send in one low-latency call (default: what the queue pairs allow)",
-        unit="tokens",
-    ),
-    Flag(
-        flag="--queue-pair-depth",
-        field="queue_pair_depth",
-        type=int,
-        help="work requests a queue pair holds (default: 1024)",
-    ),
-    Flag(
-        flag="--cudagraph-mode",
-        field="cudagraph_mode",
-        type=str,
-        choices=facts.CUDAGRAPH_MODES,
-        help="replay full CUDA graphs of uniform decode steps, or none",
-    ),
-    Flag(
-        flag="--cudagraph-capture-sizes",
-        field="capture_sizes",
-        type=comma_separated_ints,
-        help="token counts to capture, comma-separated (default: a ladder up to --max-num-seqs)",
-    ),
-    Flag(
-        flag="--decode-context-parallel-size",
-        field="decode_context_parallel_size",
-        type=int,
-        help="ranks that share the KV cache of their requests",
-    ),
-    Flag(
-        flag="--cp-kv-cache-interleave-size",
-        field="cp_kv_cache_interleave_size",
-        type=int,
-        help="consecutive positions that stay on one of these ranks",
-    ),
-    Flag(
-        flag="--dcp-comm-backend",
-        field="dcp_comm_backend",
-        type=str,
-        choices=facts.DCP_COMM_BACKENDS,
-        help="how their partial outputs meet",
-    ),
-    Flag(
-        flag="--max-num-batched-tokens",
-        field="max_num_batched_tokens",
-        type=int,
-        help="most tokens of one step of a rank",
-    ),
-    Flag(flag="--max-num-seqs", field="max_num_seqs", type=int, help="most requests of one step of a rank"),
-    Flag(flag="--max-model-len", field="max_model_len", type=int, help="longest sequence, in tokens", unit="tokens"),
-    Flag(flag="--block-size", field="block_size", type=int, help="tokens of a KV block"),
-    Flag(
-        flag="--num-kv-blocks",
-        field="num_kv_blocks",
-        type=int,
-        help="KV blocks of a rank, the reserved null block included",
-    ),
-    Flag(flag="--dtype", field="dtype", type=str, choices=facts.DTYPES, help="of activations and weights"),
-    Flag(flag="--seed", field="seed", type=int, help="of everything random"),
+FLAGS: tuple[Flag, ...] = tuple(
+    _flag(field, declared) for field in dataclasses.fields(DBOConfig) if (declared := option_of(field)) is not None
 )
 
 NOT_NOW: tuple[NotNow, ...] = (

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo.config import capacity, facts
+from dbo.config.declaration import option
 from dbo.errors import ConfigError
 
 _DERIVE: Any = None
 """Default of a field whose value follows from the others; it is never seen after construction."""
+
+_RANKS = "runs of more ranks than this were never tried"
+_STEP = "the metadata of a step is built row by row on the host"
+_INT32 = "token counts are int32"
 
 DBO_ONLY_FIELDS = (
     "num_ubatches",
@@ -61,32 +66,168 @@ class DBOConfig:
         explicit: names of the derived fields that the caller chose.
     """
 
-    world: str = "sim"
-    data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    enable_dbo: bool = False
-    num_ubatches: int = _DERIVE
-    dbo_decode_token_threshold: int = _DERIVE
-    dbo_prefill_token_threshold: int = _DERIVE
-    split_points: tuple[int, ...] | None = None
-    dbo_comm_sms: int = _DERIVE
-    dbo_schedule: str = _DERIVE
-    shared_experts: str = "overlap"
-    all2all_backend: str = facts.NCCL
-    low_latency_max_tokens_per_rank: int = _DERIVE
-    queue_pair_depth: int = _DERIVE
-    cudagraph_mode: str = "NONE"
-    capture_sizes: tuple[int, ...] | None = None
-    decode_context_parallel_size: int = 1
-    cp_kv_cache_interleave_size: int = 1
-    dcp_comm_backend: str | None = None
-    max_num_batched_tokens: int = _DERIVE
-    max_num_seqs: int = _DERIVE
-    max_model_len: int = 4096
-    block_size: int = 16
-    num_kv_blocks: int = 1024
-    dtype: str = "bfloat16"
-    seed: int = 0
+    world: str = option("sim", flag="--world", help="where to run", choices=lambda: facts.WORLDS)
+    data_parallel_size: int = option(
+        1, flag="--data-parallel-size", help="DP replicas", least=1, most=facts.MOST_RANKS, why=_RANKS
+    )
+    enable_expert_parallel: bool = option(
+        False, flag="--enable-expert-parallel", help="spread the routed experts over all ranks"
+    )
+    enable_dbo: bool = option(False, flag="--enable-dbo", help="split steps and overlap their exchanges")
+    num_ubatches: int = option(
+        _DERIVE,
+        flag="--ubatch-size",
+        help="number of ubatches a step is cut in; 2 or more also enables DBO",
+        default="1 without DBO",
+        least=1,
+        most=facts.MOST_UBATCHES,
+        why="each is a host task of every rank",
+    )
+    dbo_decode_token_threshold: int = option(
+        _DERIVE,
+        flag="--dbo-decode-token-threshold",
+        help="tokens from which a uniform decode batch is split",
+        least=0,
+        most=facts.MOST_INT32,
+        why=_INT32,
+    )
+    dbo_prefill_token_threshold: int = option(
+        _DERIVE,
+        flag="--dbo-prefill-token-threshold",
+        help="tokens from which a batch with a prefill is split",
+        least=0,
+        most=facts.MOST_INT32,
+        why=_INT32,
+    )
+    split_points: tuple[int, ...] | None = option(
+        None,
+        flag="--dbo-split-points",
+        help="token counts where a step is cut, comma-separated",
+        default="equal parts",
+        most=facts.MOST_STEP_TOKENS,
+        why=_STEP,
+    )
+    dbo_comm_sms: int = option(
+        _DERIVE,
+        flag="--dbo-comm-sms",
+        help="SMs reserved for exchanges under DBO, even",
+        default="what the backend reserves",
+        least=0,
+        most=facts.MOST_INT32,
+        why=_INT32,
+    )
+    dbo_schedule: str = option(
+        _DERIVE, flag="--dbo-schedule", help="preset name or schedule file", default="the backend's own"
+    )
+    shared_experts: str = option(
+        "overlap",
+        flag="--shared-experts",
+        help="the shared expert overlaps its combine, runs before, or on a side stream",
+        choices=lambda: facts.SHARED_EXPERTS,
+    )
+    all2all_backend: str = option(
+        facts.NCCL, flag="--all2all-backend", help="who moves tokens between ranks", choices=facts.backend_names
+    )
+    low_latency_max_tokens_per_rank: int = option(
+        _DERIVE,
+        flag="--low-latency-max-tokens-per-rank",
+        help="rows a rank may send in one low-latency call",
+        default="what the queue pairs allow",
+        least=1,
+        most=capacity.queue_pair_max_tokens(facts.MOST_QUEUE_PAIR_DEPTH),
+        why="the deepest queue pair allows no more",
+        unit="tokens",
+    )
+    queue_pair_depth: int = option(
+        _DERIVE,
+        flag="--queue-pair-depth",
+        help="work requests a queue pair holds",
+        least=4,
+        most=facts.MOST_QUEUE_PAIR_DEPTH,
+        why="network cards take no deeper queue",
+    )
+    cudagraph_mode: str = option(
+        "NONE",
+        flag="--cudagraph-mode",
+        help="replay full CUDA graphs of uniform decode steps, or none",
+        choices=lambda: facts.CUDAGRAPH_MODES,
+    )
+    capture_sizes: tuple[int, ...] | None = option(
+        None,
+        flag="--cudagraph-capture-sizes",
+        help="token counts to capture, comma-separated",
+        default="a ladder up to --max-num-seqs",
+        most=facts.MOST_STEP_TOKENS,
+        why=_STEP,
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        flag="--decode-context-parallel-size",
+        help="ranks that share the KV cache of their requests",
+        least=1,
+        most=facts.MOST_RANKS,
+        why=_RANKS,
+    )
+    cp_kv_cache_interleave_size: int = option(
+        1,
+        flag="--cp-kv-cache-interleave-size",
+        help="consecutive positions that stay on one of these ranks",
+        least=1,
+        most=facts.MOST_BLOCK_TOKENS,
+        why="a run lies in one KV block",
+    )
+    dcp_comm_backend: str | None = option(
+        None,
+        flag="--dcp-comm-backend",
+        help="how their partial outputs meet",
+        default="ag_rs with two such ranks or more",
+        choices=lambda: facts.DCP_COMM_BACKENDS,
+    )
+    max_num_batched_tokens: int = option(
+        _DERIVE,
+        flag="--max-num-batched-tokens",
+        help="most tokens of one step of a rank",
+        least=1,
+        most=facts.MOST_STEP_TOKENS,
+        why=_STEP,
+    )
+    max_num_seqs: int = option(
+        _DERIVE,
+        flag="--max-num-seqs",
+        help="most requests of one step of a rank",
+        least=1,
+        most=facts.MOST_STEP_TOKENS,
+        why=_STEP,
+    )
+    max_model_len: int = option(
+        4096,
+        flag="--max-model-len",
+        help="longest sequence, in tokens",
+        least=1,
+        most=facts.MOST_INT32,
+        why="positions are int32",
+        unit="tokens",
+    )
+    block_size: int = option(
+        16,
+        flag="--block-size",
+        help="tokens of a KV block",
+        least=1,
+        most=facts.MOST_BLOCK_TOKENS,
+        why="larger ones waste most of their cache",
+    )
+    num_kv_blocks: int = option(
+        1024,
+        flag="--num-kv-blocks",
+        help="KV blocks of a rank, the reserved null block included",
+        least=2,
+        most=facts.MOST_INT32,
+        why="block ids are int32",
+    )
+    dtype: str = option("bfloat16", flag="--dtype", help="of activations and weights", choices=lambda: facts.DTYPES)
+    seed: int = option(
+        0, flag="--seed", help="of everything random", least=0, most=2**63 - 1, why="generators take 63 bits"
+    )
     explicit: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:

@@ -1,55 +1,57 @@
-"""Each option by itself: its choices, its least value. The rules about several options rely on these."""
+"""Each option by itself: its choices and its bounds, as declared. The rules about several options rely on these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from dbo.config import facts
 from dbo.config.case import ConfigUnderTest
+from dbo.config.flags import FLAGS, Flag
+from dbo.config.options import DBOConfig
 from dbo.errors import refusal
 
-_AT_LEAST = {
-    "data_parallel_size": 1,
-    "num_ubatches": 1,
-    "dbo_comm_sms": 0,
-    "low_latency_max_tokens_per_rank": 1,
-    "queue_pair_depth": 4,
-    "decode_context_parallel_size": 1,
-    "cp_kv_cache_interleave_size": 1,
-    "max_num_batched_tokens": 1,
-    "max_num_seqs": 1,
-    "max_model_len": 1,
-    "block_size": 1,
-    "num_kv_blocks": 2,
-    "dbo_decode_token_threshold": 0,
-    "dbo_prefill_token_threshold": 0,
-    "seed": 0,
-}
-_CHOICES = {
-    "world": facts.WORLDS,
-    "all2all_backend": tuple(facts.BACKENDS),
-    "cudagraph_mode": facts.CUDAGRAPH_MODES,
-    "shared_experts": facts.SHARED_EXPERTS,
-    "dtype": facts.DTYPES,
-    "dcp_comm_backend": (None, *facts.DCP_COMM_BACKENDS),
-}
+_MAY_BE_NONE = frozenset(flag.field for flag in FLAGS if DBOConfig.__annotations__[flag.field].endswith("| None"))
 
 
 def values(case: ConfigUnderTest) -> Iterator[str]:
-    """Each option by itself: its type, its choices, its least value."""
-    for name, choices in _CHOICES.items():
-        value = getattr(case.config, name)
-        if value not in choices:
-            listed = ", ".join(c for c in choices if c is not None)
-            yield refusal(f"{name} is one of {listed}", "choose one of these", **{name: value})
-    for name, least in _AT_LEAST.items():
-        value = getattr(case.config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            yield refusal(f"{name} is an integer of at least {least}", f"raise it to {least}", **{name: value})
-    for name in ("split_points", "capture_sizes"):
-        sizes = getattr(case.config, name)
-        if sizes is not None and not _increasing(sizes):
-            yield refusal(f"{name} are increasing integers above 0", "sort them and drop repetitions", **{name: sizes})
+    """Each option by itself: its type, its choices, its bounds."""
+    given = [(flag, getattr(case.config, flag.field)) for flag in FLAGS]
+    for flag, value in given:
+        if value is None and flag.field in _MAY_BE_NONE:
+            continue
+        choices = flag.choices
+        if choices is not None and value not in choices:
+            rule = f"{flag.field} is one of {', '.join(choices)}"
+            yield refusal(rule, "choose one of these", **{flag.field: value})
+    for flag, value in given:
+        if flag.type is int:
+            yield from _bounded(flag, value)
+    for flag, value in given:
+        if isinstance(value, tuple):
+            yield from _sizes(flag, value)
+
+
+def _bounded(flag: Flag, value: Any) -> Iterator[str]:
+    least, most = flag.declared.least, flag.declared.most
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        rule = f"{flag.field} is an integer of at least {least}"
+        yield refusal(rule, f"raise it to {least}", **{flag.field: value})
+    elif most is not None and value > most:
+        yield _too_large(flag, value)
+
+
+def _sizes(flag: Flag, sizes: tuple[int, ...]) -> Iterator[str]:
+    if not _increasing(sizes):
+        rule = f"{flag.field} are increasing integers above 0"
+        yield refusal(rule, "sort them and drop repetitions", **{flag.field: sizes})
+    elif sizes and flag.declared.most is not None and sizes[-1] > flag.declared.most:
+        yield _too_large(flag, sizes)
+
+
+def _too_large(flag: Flag, value: Any) -> str:
+    most = flag.declared.most
+    rule = f"{flag.field} is at most {most}, since {flag.declared.why}"
+    return refusal(rule, f"lower it to {most}", **{flag.field: value})
 
 
 def _increasing(sizes: tuple[int, ...]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dbo.config.paths import MIB, read_bounded
 from dbo.errors import UsageError
 from dbo.trace import Record, Trace
 
@@ -76,7 +77,7 @@ def read_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(path, limit_bytes=2048 * MIB, what="a trace").decode())
     except OSError as error:
         raise UsageError.of(
             "a trace file can be read", fix="name an existing file", path=path, why=error.strerror

@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dbo.config.paths import refuse_irregular
 from dbo.errors import UsageError
 from dbo.export.chrome import read_trace
 from dbo.trace import Record, Trace, kinds
@@ -100,6 +101,7 @@ def _looks_like_a_profile(path: Path) -> bool:
     if path.suffix == ".gz":
         return True
     try:
+        refuse_irregular(path, what="a trace")
         with open(path, encoding="utf-8", errors="replace") as file:
             return '"schemaVersion"' in file.read(1000)
     except OSError:
@@ -353,6 +355,7 @@ def _arg(event: Event, name: str) -> Any:
 
 
 def _json(path: Path) -> Any:
+    refuse_irregular(path, what="a profile")
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
         return json.load(file)
 

@@ -54,7 +54,9 @@ def compare(expected: Mapping[str, Request], found: Mapping[str, Request], *, dt
         for at, (token, other) in enumerate(zip(tokens, mine, strict=False)):
             compared += 1
             if at < len(logits) and at < len(rows):
-                errors.append(float(np.linalg.norm(rows[at] - logits[at]) / np.linalg.norm(logits[at])))
+                # A model of zeros has logits of zeros: its error is taken as it is.
+                scale = np.linalg.norm(logits[at]) or 1.0
+                errors.append(float(np.linalg.norm(rows[at] - logits[at]) / scale))
             if token != other:
                 parted = True
                 tie = at < len(logits) and margin(logits[at], other) <= MARGINS[dtype]
@@ -74,4 +76,4 @@ def compare(expected: Mapping[str, Request], found: Mapping[str, Request], *, dt
 
 def margin(row: np.ndarray, token: int) -> float:
     """By how much `row` prefers its own first token to `token`, relative to its largest logit by size."""
-    return float((row.max() - row[token]) / np.abs(row).max())
+    return float((row.max() - row[token]) / (np.abs(row).max() or 1.0))

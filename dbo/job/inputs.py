@@ -1,4 +1,4 @@
-"""What a run of the main job is made of: flags with their defaults, a model folder, a schedule, prompts, programs."""
+"""What a run of the main job is made of: a model folder, a schedule, prompts, programs."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dbo import registry
-from dbo.config import BACKENDS, DBOConfig, ModelShape
-from dbo.config.facts import BackendFacts
+from dbo.config import DBOConfig, ModelShape
 from dbo.engine.components import Components
 from dbo.errors import UsageError
 from dbo.job.rank import CleanPrograms, RequestSpec
 from dbo.job.types import CheckRequest, Progress
 from dbo.model.config import ModelConfig
 from dbo.schedule import Schedule, load_schedule, parse_schedule
-
-# What `dbo check` runs when it is told nothing: two DP replicas, small steps, thresholds that some steps reach.
-DEFAULTS: dict[str, Any] = {
-    "data_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "enable_dbo": True,
-    "all2all_backend": "deepep_low_latency",
-    "dbo_decode_token_threshold": 4,
-    "dbo_prefill_token_threshold": 24,
-    "max_num_batched_tokens": 48,
-    "max_num_seqs": 8,
-    "max_model_len": 512,
-    "block_size": 16,
-    "num_kv_blocks": 64,
-    "dtype": "float32",
-}
 
 PROMPTS = (
     "Two batches, one baton.",
@@ -50,24 +32,6 @@ PROMPTS = (
 # The simulator carries the model's dtype through the low-latency exchange, so that fp32 logits can be compared tightly.
 # A device carries bf16 there, and world gpu refuses fp32.
 SIM_CAPABILITIES = ("any_dtype",)
-
-
-def flags_of(request: CheckRequest) -> dict[str, Any]:
-    flags = DEFAULTS | dict(request.flags)
-    flags["world"] = request.world
-    if "seed" not in request.flags:
-        flags["seed"] = request.seed
-    if flags["all2all_backend"] == "deepep_low_latency":
-        # Room for one unsplit step, not for what queue pairs allow: the buffers are computed over in full.
-        flags.setdefault("low_latency_max_tokens_per_rank", flags["max_num_batched_tokens"])
-    carries = BACKENDS.get(flags["all2all_backend"], BackendFacts()).dtypes
-    if request.world == "gpu" and request.device != "cpu" and carries and "dtype" not in request.flags:
-        flags["dtype"] = min(carries)  # the simulator and gloo carry any, a library's kernels do not
-    if not flags["enable_dbo"] and flags.get("num_ubatches", 1) < 2:
-        for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
-            if name not in request.flags:
-                flags.pop(name, None)
-    return flags
 
 
 def scratch() -> Path:
@@ -194,8 +158,7 @@ def replay_line(request: CheckRequest) -> str:
     words = ["dbo check", f"--seed {request.seed}"]
     for flag in FLAGS:
         if flag.field in request.flags and flag.field != "seed":
-            value = request.flags[flag.field]
-            words.append(_flag_text(flag, value))
+            words += flag.typed(request.flags[flag.field])
     words += [f"--model {request.model}"] if request.model else []
     words += [f"--prompts {request.prompts.name}"] if request.prompts is not None else []
     words += [f"--steps {request.steps}"] if request.steps != 8 else []
@@ -204,9 +167,3 @@ def replay_line(request: CheckRequest) -> str:
     words += [f"--device {request.device}"] if request.device != "auto" else []
     words += ["--share-device"] if request.share_device else []
     return " ".join(words)
-
-
-def _flag_text(flag: Any, value: Any) -> str:
-    if flag.type is None:
-        return flag.flag if value else flag.flag.replace("--", "--no-", 1)
-    return f"{flag.flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"

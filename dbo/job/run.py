@@ -14,10 +14,10 @@ from dbo.check import judge
 from dbo.config import DBOConfig, Workload, effective, validate
 from dbo.errors import NotAvailable, UsageError
 from dbo.export.chrome import write_trace
+from dbo.job.defaults import flags_of
 from dbo.job.inputs import (
     SIM_CAPABILITIES,
     fault_of,
-    flags_of,
     generated_folder,
     programs_of,
     prompts_of,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dbo.config.paths import MIB, read_bounded
 from dbo.errors import ModelFormatError
 
 
@@ -23,7 +24,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFormatError: the file is missing, unreadable, no JSON, or JSON but no object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(
+            read_bounded(path, limit_bytes=128 * MIB, what="a file of a model folder", error=ModelFormatError).decode()
+        )
     except OSError as error:
         fix = "download the folder again"
         raise bad_model("a model folder needs this file", fix, file=path, error=error.strerror) from error

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dbo.errors import NotAvailable
+from dbo.config.paths import refuse_irregular
+from dbo.errors import ModelFormatError, NotAvailable
 from dbo.model.config import ModelConfig
 from dbo.model.fields import bad_model, read_json
 from dbo.model.layout import INV_FREQ, LM_HEAD, Shape, checkpoint_shapes, expert_prefix, layer_prefix, local_experts
@@ -83,6 +84,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
 def _tensors(path: Path, expected: dict[str, Shape], *, tied: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Name and reader of each tensor in one file, its header checked; bytes are read only when the reader is called."""
     try:
+        refuse_irregular(path, what="a safetensors file", error=ModelFormatError)
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in sorted(file.keys()):
                 if name.endswith("rotary_emb.inv_freq") or (tied and name == LM_HEAD):

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 
+from dbo.config.paths import MIB, read_bounded
 from dbo.errors import ScheduleError, refusal
 from dbo.schedule.model import Schedule
 from dbo.schedule.oplist import parse_operations
@@ -47,7 +48,7 @@ def load_schedule(name_or_path: str | Path) -> Schedule:
             return schedule
     path = Path(name_or_path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, limit_bytes=MIB, what="a schedule", error=ScheduleError).decode()
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(name for s in presets().values() for name in (s.name, *s.aliases))
         raise ScheduleError(

@@ -26,7 +26,7 @@ from dbo.check.report import Report
 from dbo.config import DBOConfig, effective, facts
 from dbo.errors import NotAvailable
 from dbo.job.compare import Request
-from dbo.job.inputs import DEFAULTS
+from dbo.job.defaults import DEFAULTS
 from dbo.job.rank import FolderWeights, RankJob, RankMain, RequestSpec
 from dbo.job.reference import alone, compare_peers
 from dbo.model.config import load_model_config

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dbo.config import DBOConfig
-from dbo.job.inputs import DEFAULTS, generated_folder
+from dbo.job.defaults import DEFAULTS
+from dbo.job.inputs import generated_folder
 from dbo.job.rank import FolderWeights, RankJob, RequestSpec
 from dbo.job.types import CheckRequest
 from dbo.model.config import load_model_config

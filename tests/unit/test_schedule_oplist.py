@@ -69,7 +69,11 @@ def test_hooks_stand_before_sends_and_yields_where_the_backend_has_them() -> Non
 
 def _word(item: object) -> str:
     name, stream = getattr(item, "name", ""), getattr(item, "stream", "")
-    return name + ("@comm" if stream == "comm" else "") if name else {"Yield": "|", "RunRecvHook": "hook"}[type(item).__name__]
+    return (
+        name + ("@comm" if stream == "comm" else "")
+        if name
+        else {"Yield": "|", "RunRecvHook": "hook"}[type(item).__name__]
+    )
 
 
 def test_aliases_come_from_the_text_the_caller_and_the_table_in_this_order() -> None:
