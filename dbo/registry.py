@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dbo.bench.timing import Benchmark
+from dbo.contract.benchmark import Benchmark
 from dbo.errors import NotAvailable, UsageError
 
 if TYPE_CHECKING:

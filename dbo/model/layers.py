@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
 
 from dbo import registry
+from dbo.moe.gated import gated
 from dbo.moe.interface import PartialSums, summed
 
 Weights = dict[str, torch.Tensor]
@@ -39,14 +39,6 @@ def add_three(residual: torch.Tensor, routed: torch.Tensor | PartialSums, shared
     add = kernels.add_partial_sums if isinstance(routed, PartialSums) else kernels.add_three
     out: torch.Tensor = add(residual, routed, shared)
     return out
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the last axis, times its second half: `[..., 2I]` to `[..., I]`."""
-    if (kernels := registry.layer_kernels(gate_up.device.type)) is not None:
-        return kernels.gated(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
 
 
 class MLP:

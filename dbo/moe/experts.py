@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from dbo.errors import ConfigError
-from dbo.model.layers import gated
 from dbo.moe import grouped_experts
+from dbo.moe.gated import gated
 from dbo.moe.grouped_experts import GroupedBatchedExperts, GroupedFlatExperts
 from dbo.moe.interface import ExpertInputs, Experts
 

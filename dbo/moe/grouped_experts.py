@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dbo import registry
-from dbo.model.layers import gated
+from dbo.moe.gated import gated
 from dbo.moe.interface import ExpertInputs
 
 ALIGNED_BYTES = 16

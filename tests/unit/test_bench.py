@@ -7,8 +7,9 @@ import json
 import pytest
 
 from dbo.bench.table import table, to_json
-from dbo.bench.timing import Benchmark, BenchResult, Target, chosen, measure, milliseconds
+from dbo.bench.timing import BenchResult, chosen, measure, milliseconds
 from dbo.cli.dispatch import main
+from dbo.contract.benchmark import Benchmark, Target
 from dbo.errors import UsageError
 from dbo.registry import BENCHMARKS, benchmarks
 

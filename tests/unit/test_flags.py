@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from dbo.bench.timing import Benchmark, chosen
+from dbo.bench.timing import chosen
 from dbo.cli.check import _CONFIG, _prefixed, add_arguments
 from dbo.cli.parser import Parser
 from dbo.config import FLAGS, DBOConfig, ModelShape, effective, validate
+from dbo.contract.benchmark import Benchmark
 from dbo.errors import ConfigError, UsageError
 from dbo.job.compare import compare
 from dbo.job.defaults import flags_of
