@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dbo.contract.own import own
 from dbo.trace import kinds
 
 if TYPE_CHECKING:
+    from dbo.contract.world import Event, Stream
     from gpu.device import GpuWorld
 
 
@@ -20,20 +22,21 @@ class HostStream:
         self.world = world
         self.name = name
 
-    def wait_event(self, event: HostEvent) -> None:
+    def wait_event(self, event: Event) -> None:
+        event = own(event, HostEvent)
         if event.marker >= 0:
             self._wait(event)
             self.world.trace.device(
                 kinds.WAIT, event.name, attrs={"event": event.name}, after=(event.marker,), stream=self
             )
 
-    def wait_stream(self, stream: HostStream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
 
-    def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        event = event or self.world.event(f"{self.name}.tail")
-        event.record(self)
-        return event
+    def record_event(self, event: Event | None = None) -> HostEvent:
+        mine = own(event if event is not None else self.world.event(f"{self.name}.tail"), HostEvent)
+        mine.record(self)
+        return mine
 
     def query(self) -> bool:
         return True
@@ -56,12 +59,12 @@ class HostEvent:
         self.name = name
         self.marker = -1
 
-    def record(self, stream: HostStream | None = None) -> None:
-        stream = stream or self.world.current_stream()
+    def record(self, stream: Stream | None = None) -> None:
+        stream = own(stream if stream is not None else self.world.current_stream(), HostStream)
         self.marker = self.world.trace.device(kinds.RECORD, self.name, attrs={"event": self.name}, stream=stream).id
         self._record(stream)
 
-    def wait(self, stream: HostStream | None = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         (stream or self.world.current_stream()).wait_event(self)
 
     def query(self) -> bool:

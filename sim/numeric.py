@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dbo.contract.own import own
 from dbo.trace import Access, kinds
 from sim import tensors
+from sim.streams import SimStream
 
 if TYPE_CHECKING:
-    from sim.streams import SimStream
+    from dbo.contract.world import Stream
     from sim.world import SimWorld
 
 
@@ -126,8 +128,8 @@ class NumericTensors:
     def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def record_stream(self, array: torch.Tensor, stream: SimStream) -> None:
-        self.world.device.record_stream(tensors.accesses(array).buffer, stream)
+    def record_stream(self, array: torch.Tensor, stream: Stream) -> None:
+        self.world.device.record_stream(tensors.accesses(array).buffer, own(stream, SimStream))
 
     # -- for collectives ------------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dbo.contract.own import own
 from dbo.trace import Access, Record, kinds
 from sim.engine import Node
 
 if TYPE_CHECKING:
+    from dbo.contract.world import Event, Stream
     from sim.world import SimWorld
 
 
@@ -92,17 +94,18 @@ class SimStream:
         self.tail = node
         return node
 
-    def wait_event(self, event: SimEvent) -> None:
+    def wait_event(self, event: Event) -> None:
+        event = own(event, SimEvent)
         if self.world.capture is not None:
             self.world.capture.add_wait(self, event)
         elif event.marker is not None:
             self.launch(kinds.WAIT, event.name, after=(event.marker,), attrs={"event": event.name})
 
-    def wait_stream(self, stream: SimStream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
 
-    def record_event(self, event: SimEvent | None = None) -> SimEvent:
-        event = event or SimEvent(self.world, f"{self.name}.tail")
+    def record_event(self, event: Event | None = None) -> SimEvent:
+        event = own(event, SimEvent) if event is not None else SimEvent(self.world, f"{self.name}.tail")
         event.record(self)
         return event
 
@@ -129,14 +132,14 @@ class SimEvent:
         self.name = name
         self.marker: Node | None = None
 
-    def record(self, stream: SimStream | None = None) -> None:
-        stream = stream or self.world.current_stream()
+    def record(self, stream: Stream | None = None) -> None:
+        stream = own(stream, SimStream) if stream is not None else self.world.current_stream()
         if self.world.capture is not None:
             self.world.capture.add_record(stream, self)
         else:
             self.marker = stream.launch(kinds.RECORD, self.name, attrs={"event": self.name})
 
-    def wait(self, stream: SimStream | None = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         (stream or self.world.current_stream()).wait_event(self)
 
     def query(self) -> bool:

@@ -15,7 +15,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from dbo.contract.own import own
 from dbo.contract.task_state import ContextState
+from dbo.contract.world import Stream
 from dbo.dcp.interface import DCPShape
 from dbo.trace import Trace, kinds
 from dbo.trace.collector import collector_paused
@@ -288,8 +290,8 @@ class SimWorld:
     def current_stream(self) -> SimStream:
         return self.task().stream
 
-    def set_stream(self, stream: SimStream) -> None:
-        self.task().stream = stream
+    def set_stream(self, stream: Stream) -> None:
+        self.task().stream = own(stream, SimStream)
 
     def wait_current_stream(self, why: str, *, declared: bool) -> None:
         """Block the calling task until its current stream is empty; a host read."""

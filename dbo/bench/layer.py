@@ -15,7 +15,7 @@ import numpy as np
 from dbo.batch.plan import BatchPlan
 from dbo.batch.slicing import maybe_create_ubatch_slices, slice_plan
 from dbo.config import DBOConfig
-from dbo.contract.world import World
+from dbo.contract.world import World, symbolic_tensors
 from dbo.engine.batch import dummy_batch
 from dbo.job.rank import make_prepare_finalize
 from dbo.model.config import ModelConfig
@@ -145,7 +145,7 @@ def layer_program(job: LayerJob) -> Callable[[World], None]:
 def _caches(world: World, job: LayerJob) -> list[Any]:
     caches = []
     for layer in range(job.layers):
-        cache = world.tensors.empty(((job.tokens + 1) * _BLOCK_TOKENS, 32), f"kv_cache.{layer}")
+        cache = symbolic_tensors(world).empty(((job.tokens + 1) * _BLOCK_TOKENS, 32), f"kv_cache.{layer}")
         cache.notes["block_size"] = _BLOCK_TOKENS
         caches.append(cache)
     return caches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,12 +64,19 @@ class Detector(Protocol):
         NEEDS: those without which it has checked nothing.
     """
 
-    ID: str
-    SENTENCE: str
-    UNIT: str
-    READS: Sequence[str]
-    NEEDS: Sequence[str]
-    detect: Callable[[Trace, HappensBefore], Findings]
+    @property
+    def ID(self) -> str: ...
+    @property
+    def SENTENCE(self) -> str: ...
+    @property
+    def UNIT(self) -> str: ...
+    @property
+    def READS(self) -> Sequence[str]: ...
+    @property
+    def NEEDS(self) -> Sequence[str]: ...
+    def detect(self, trace: Trace, happens: HappensBefore) -> Findings:
+        """What is wrong in `trace`, and how much was looked at."""
+        ...
 
 
 def need(record: Record, name: str) -> Any:

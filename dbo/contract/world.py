@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -37,7 +37,8 @@ class Event(Protocol):
 class Stream(Protocol):
     """A FIFO queue of device work. `name` is its line in the trace."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def wait_event(self, event: Event) -> None:
         """Later work here waits for `event`."""
@@ -106,9 +107,12 @@ class Group(Protocol):
     `all_to_all_single` is device-level: it queues on the caller's current stream.
     """
 
-    name: str
-    rank: int
-    size: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def all_reduce(self, table: np.ndarray, *, tag: int) -> np.ndarray:
         """SUM of `table` (int32) over the group. `tag` names the step and travels in the trace."""
@@ -122,33 +126,53 @@ class Group(Protocol):
         """Rows of `input` go to peers by `input_split_sizes`; rows from peers fill `output`. The output comes first."""
 
 
-class Tensors(Protocol):
-    """Between numpy and what flows through the model: torch tensors, or symbols in ordering mode.
+ArrayT = TypeVar("ArrayT")
+"""What flows through the model: a torch tensor, or a symbol."""
 
-    Worlds with numbers also have `from_torch(tensor)` and `zeros(shape, dtype)`; ordering worlds `empty(shape, name)` and
-    `op(name, reads, shape, writes=())`, which queues an operation that has bytes but no values.
-    """
 
-    def from_numpy(self, array: np.ndarray, name: str) -> Any:
+class Tensors(Protocol[ArrayT]):
+    """Between numpy and what flows through the model: torch tensors, or symbols in ordering mode."""
+
+    def from_numpy(self, array: np.ndarray, name: str) -> ArrayT:
         """A device array with these values, written on the current stream."""
 
-    def to_host(self, array: Any, why: str) -> np.ndarray:
+    def to_host(self, array: ArrayT, why: str) -> np.ndarray:
         """Wait for the current stream and read: a declared host read."""
 
-    def cat(self, parts: Sequence[Any]) -> Any:
+    def cat(self, parts: Sequence[ArrayT]) -> ArrayT:
         """Join along axis 0."""
 
-    def rows(self, array: Any, start: int, stop: int) -> Any:
+    def rows(self, array: ArrayT, start: int, stop: int) -> ArrayT:
         """Rows [start, stop): a view."""
 
-    def take(self, array: Any, index: np.ndarray) -> Any:
+    def take(self, array: ArrayT, index: np.ndarray) -> ArrayT:
         """Rows of `array` by `index`."""
 
-    def copy_into(self, target: Any, source: Any) -> None:
+    def copy_into(self, target: ArrayT, source: ArrayT) -> None:
         """Overwrite `target` with `source` on the current stream: how a graph gets its inputs."""
 
-    def record_stream(self, array: Any, stream: Stream) -> None:
+    def record_stream(self, array: ArrayT, stream: Stream) -> None:
         """`stream` uses `array`, too: its bytes are not handed out again before what is queued there by its end has run."""
+
+
+class TorchTensors(Tensors[ArrayT], Protocol[ArrayT]):
+    """Of worlds with numbers."""
+
+    def from_torch(self, tensor: Any) -> ArrayT:
+        """A CPU tensor's copy on the device, written on the current stream."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> ArrayT:
+        """A device tensor of zeros; `dtype` is torch's."""
+
+
+class SymbolicTensors(Tensors[ArrayT], Protocol[ArrayT]):
+    """Of worlds in ordering mode: arrays have bytes but no values."""
+
+    def empty(self, shape: Sequence[int], name: str) -> ArrayT:
+        """A new array; `name` appears in reports."""
+
+    def op(self, name: str, reads: Sequence[ArrayT], shape: Sequence[int], writes: Sequence[ArrayT] = ()) -> ArrayT:
+        """Queue an operation that reads and writes these arrays, and return its result of `shape`."""
 
 
 class Graph(Protocol):
@@ -203,23 +227,40 @@ class World(Protocol):
         copy_rows: the device work around the copies of backend `symm_copy` (`dbo.moe.symm_copy.CopyRows`).
     """
 
-    rank: int
-    size: int
-    mode: str
-    compute: Stream
-    comm: Stream
-    side: Stream
-    group: Group
-    control: Group
-    host: Host
-    tensors: Any
-    trace: Recorder
-    low_latency: Any
-    high_throughput: Any
-    elastic: Any
-    symmetric: Any
-    row_ops: Any
-    copy_rows: Any
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def compute(self) -> Stream: ...
+    @property
+    def comm(self) -> Stream: ...
+    @property
+    def side(self) -> Stream: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def control(self) -> Group: ...
+    @property
+    def host(self) -> Host: ...
+    @property
+    def tensors(self) -> Tensors[Any]: ...
+    @property
+    def trace(self) -> Recorder: ...
+    @property
+    def low_latency(self) -> Any: ...
+    @property
+    def high_throughput(self) -> Any: ...
+    @property
+    def elastic(self) -> Any: ...
+    @property
+    def symmetric(self) -> Any: ...
+    @property
+    def row_ops(self) -> Any: ...
+    @property
+    def copy_rows(self) -> Any: ...
 
     def event(self, name: str) -> Event:
         """A new event; `name` appears in reports."""
@@ -264,3 +305,13 @@ class World(Protocol):
 
     def recover(self, step: int) -> int:
         """Meet all ranks after a failed step, restart communicators under a new epoch, return the next step number."""
+
+
+def torch_tensors(world: World) -> TorchTensors[Any]:
+    """The tensors of a world in numeric mode."""
+    return cast(TorchTensors[Any], world.tensors)
+
+
+def symbolic_tensors(world: World) -> SymbolicTensors[Any]:
+    """The arrays of a world in ordering mode."""
+    return cast(SymbolicTensors[Any], world.tensors)

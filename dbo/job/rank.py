@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dbo.config import DBOConfig, compare_configs, effective, facts
-from dbo.contract.world import World
+from dbo.contract.world import World, symbolic_tensors, torch_tensors
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.engine.components import Components
 from dbo.engine.requests import Request
@@ -276,7 +276,7 @@ def _skeleton(
     caches = []
     width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
     for layer in range(model_config.num_hidden_layers):
-        cache = world.tensors.empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
+        cache = symbolic_tensors(world).empty((config.num_kv_blocks * config.block_size, width), f"kv_cache.{layer}")
         cache.notes["block_size"] = config.block_size
         caches.append(cache)
     kernel = partial(program.kernel, shared_placement=config.shared_experts, side=SideStream(world))
@@ -296,7 +296,7 @@ def _torch_model(
     from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
     from dbo.model.layout import EMBEDDING
 
-    tensors = world.tensors
+    tensors = torch_tensors(world)
     model = DeepseekV2ForCausalLM(
         model_config,
         {name: tensors.from_torch(weight) for name, weight in weights.items()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbo.contract.world import World
+from dbo.contract.world import World, symbolic_tensors
 from dbo.dcp.interface import ContextParallel, real_rows_of_peer, rows_of_peer
 from dbo.model.config import ModelConfig
 from dbo.moe.interface import ExpertInputs, FusedMoEPrepareAndFinalizeModular
@@ -24,7 +24,7 @@ class SkeletonExperts:
 
     def apply(self, inputs: ExpertInputs) -> Any:
         reads = [a for a in (inputs.x, inputs.counts, inputs.topk_ids, inputs.topk_weights) if a is not None]
-        return self.world.tensors.op("experts", reads, inputs.x.shape)
+        return symbolic_tensors(self.world).op("experts", reads, inputs.x.shape)
 
 
 class SkeletonModel:
@@ -50,7 +50,7 @@ class SkeletonModel:
 
     def __call__(self, *, input_ids: Any, positions: Any) -> Any:
         """`[T]` ids and positions to `[T, H]`."""
-        op, config = self.world.tensors.op, self.config
+        op, config = symbolic_tensors(self.world).op, self.config
         context = get_forward_context()
         tokens = input_ids.shape[0]
         hidden = op("embed", [input_ids], (tokens, config.hidden_size))
@@ -59,10 +59,10 @@ class SkeletonModel:
         return op("norm", [hidden], hidden.shape)
 
     def compute_logits(self, rows: Any) -> Any:
-        return self.world.tensors.op("lm_head", [rows], (rows.shape[0], self.config.vocab_size))
+        return symbolic_tensors(self.world).op("lm_head", [rows], (rows.shape[0], self.config.vocab_size))
 
     def _layer(self, layer: int, hidden: Any, positions: Any, context: ForwardContext) -> Any:
-        op, plan = self.world.tensors.op, context.attn_metadata
+        op, plan = symbolic_tensors(self.world).op, context.attn_metadata
         tokens = hidden.shape[0]
         context.player.reach("A0", layer=layer)
         qkv = op("qkv", [hidden, positions], (tokens, self.config.hidden_size))
@@ -82,7 +82,7 @@ class SkeletonModel:
 
     def _shared_attention(self, group: ContextParallel, qkv: Any, read: list[Any], hidden: Any) -> Any:
         """`dbo.model.dcp_attention`: all heads over own keys, exchange, own heads' projection, sum over the group."""
-        op, config, tokens = self.world.tensors.op, self.config, hidden.shape[0]
+        op, config, tokens = symbolic_tensors(self.world).op, self.config, hidden.shape[0]
         partial = op("attention", [qkv, *read], (tokens, config.num_attention_heads, config.kv_lora_rank))
         lse = op("lse", [qkv, *read], (tokens, config.num_attention_heads))
         merged = group.reduce_heads(partial, lse, None, None)
@@ -91,7 +91,7 @@ class SkeletonModel:
 
     def _experts(self, hidden: Any, layer: int, context: ForwardContext) -> Any:
         """Gate and kernel; the peers of a DCP group share the rows out."""
-        op, group, real = self.world.tensors.op, self.group, context.num_real_tokens
+        op, group, real = symbolic_tensors(self.world).op, self.group, context.num_real_tokens
         tokens = hidden.shape[0]
         if group is not None:
             share = rows_of_peer(tokens, group.size)
@@ -105,7 +105,7 @@ class SkeletonModel:
         return out if group is None else group.all_gather_rows(out).rows(0, tokens)
 
     def _shared(self, hidden: Any) -> Any:
-        return self.world.tensors.op("shared_experts", [hidden], hidden.shape)
+        return symbolic_tensors(self.world).op("shared_experts", [hidden], hidden.shape)
 
     def _cache_blocks(self, cache: Any, plan: Any) -> tuple[list[Any], list[Any]]:
         """Views of the blocks that this (u)batch reads, and of the slots that its real rows write."""

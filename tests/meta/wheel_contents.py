@@ -9,11 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dbo", "sim", "gpu", "fuzz")
-SUFFIXES = (".py", ".schedule")
+SUFFIXES = (".py", ".schedule", ".typed")
 
 
 def expected() -> set[str]:
-    """Names that a wheel must hold: every module and every schedule of the four packages."""
+    """Names that a wheel must hold: every module, schedule and `py.typed` of the four packages."""
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
     return {path.relative_to(ROOT).as_posix() for path in files if path.suffix in SUFFIXES}
 
