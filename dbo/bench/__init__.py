@@ -3,4 +3,11 @@
 timing          a benchmark, its target, its samples         coordination    all inputs of the coordination, by symmetry
 table           results as text and JSON                     layer           some MoE layers through the real ring
 ring            a plain ring of two threads       frontrun_peer   … under another tool, where it is installed
+
+dcp            a DCP group's exchange by every path, checked first, then timed, on real processes
+dcp_processes  the ranks of `dbo bench dcp` as processes: inputs, the check against float64, and the timing
+moe            what DBO gains on real devices, against its own ideal and the best run without it
+moe_figures    what `dbo bench moe` derives from its samples, and which targets that reaches
+moe_shapes     the layers that `dbo bench moe` stacks
+moe_table      the tables of `dbo bench moe`, as text
 """

@@ -7,6 +7,14 @@ rules      every refusal and every warning
 support    what is built so far, per world
 flags      the command line's options, one entry each, and those refused by name
 agreement  effective configuration, comparison over ranks
+
+case             what a rule looks at, and what a rule is
+declaration      how an option of `DBOConfig` is declared: once, beside its field
+paths            reading files that a user names: regular ones of a bounded size
+rules_exchange   what exchanges between ranks ask for: SMs
+rules_sizes      what batches, caches and graphs must hold, and what the model and the machine must offer
+rules_ubatching  what splitting a step asks for: expert parallelism
+rules_values     each option by itself: its choices and its bounds, as declared
 """
 
 from dbo.config.agreement import RANK_LOCAL_FIELDS, compare_configs, effective

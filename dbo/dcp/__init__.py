@@ -28,6 +28,12 @@ Usage, step by step:
 
 `a2a_direct` (package `gpu.kernels`) replaces the collective by stores into the peers' memory; `dbo.dcp.direct` holds
 its protocol and its memory layout, without torch. The names exported here need torch and load it when first asked for.
+
+context_parallel  `ContextParallel` over torch tensors: one of the three exchanges
+groups            the group of an exchange: a `torch.distributed` group, or anything that has the same methods
+interface         what a model on one rank of a DCP group asks of its group
+oracle            slow, obvious float64 references: what the exchange must equal
+packing           one payload for output and LSE: `[C, B, N, D + L]` in the output's dtype, bit for bit
 """
 
 from __future__ import annotations

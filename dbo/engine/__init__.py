@@ -4,4 +4,8 @@ requests.py    one request: its tokens, its state, how far its KV is computed
 kv_blocks.py   the paged KV cache's blocks, counted by reference; block 0 is the null block
 scheduler.py   which tokens of which requests run in this step
 batch.py       the scheduled batch as the integer plan and the model's inputs
+
+components  the pieces of a rank's program that may be exchanged
+runner      `GPUModelRunner`: one engine step after another on one rank, the same calls on every rank
+sampling    from a row of logits to a token
 """

@@ -1,1 +1,8 @@
-"""The main job: its request, the run of each rank, the reference, the report."""
+"""The main job: its request, the run of each rank, the reference, the report.
+
+compare   do two runs of the same requests say the same? Tokens by the margin rule
+defaults  what `dbo check` runs when it is told nothing
+inputs    what a run of the main job is made of: a model folder, a schedule, prompts, programs
+local     A world of one rank on plain CPU tensors: no simulator, no devices
+types     what the main job is asked and what it answers
+"""

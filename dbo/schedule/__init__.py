@@ -4,6 +4,9 @@ model      the values             ring       the order that all ubatches give to
 text       the file form          validate   what must hold before anything runs
 order      the Order line         drawing    the Comp and Comm rows
 presets    schedules by name      oplist     lists of operations with yield markers
+
+period      from one period of the ring back to the program that every ubatch follows
+statements  the lines of a schedule file, cut into keyword
 """
 
 from dbo.schedule.drawing import drawing

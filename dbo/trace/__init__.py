@@ -15,6 +15,9 @@ Device records of kernels that need SMs all at once carry `sms`; those that keep
 
 `record.id` is the order of *issue* (a program launches an operation long before it runs); the position in
 `Trace.records` is the order in which things took effect.
+
+accesses   arithmetic on `dbo.trace.Access`: building strided byte boxes and asking
+collector  python's cyclic collector, out of the way while something large is built of which nothing can be freed yet
 """
 
 from __future__ import annotations

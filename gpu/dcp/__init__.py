@@ -1,1 +1,4 @@
-"""A DCP group of ranks on devices."""
+"""A DCP group of ranks on devices.
+
+direct  `a2a_direct` of a run: a region and an end for each ubatch
+"""
