@@ -22,6 +22,15 @@ from dbo.check import HappensBefore
 from dbo.errors import DBOError, RingError
 from dbo.trace import kinds
 from dbo.trace.kind import Kind
+from dbo.ubatching.forward_context import ForwardContext
+from dbo.ubatching.ring import (
+    UBatchContext,
+    dbo_current_ubatch_id,
+    dbo_maybe_run_recv_hook,
+    dbo_register_recv_hook,
+    dbo_yield,
+    make_ubatch_contexts,
+)
 
 
 class RunResult(Protocol):
@@ -219,22 +228,56 @@ def host_collectives_add_and_gather(world: Any) -> None:
     require(gathered == [{"rank": r} for r in range(ranks)], f"objects by rank: {gathered}")
 
 
+def a_ring_hands_the_baton_round(world: Any) -> None:
+    """Two ubatch contexts yield by turns, and each runs the receive hook that the other left: the ring's own records."""
+    ran: list[tuple[str, int]] = []
+    ready = world.host.barrier(3, "ring")
+    forwards = [ForwardContext(attn_metadata=None, ubatch=ubatch, step=9) for ubatch in range(2)]
+    contexts = make_ubatch_contexts(2, world.compute, world.comm, forwards, ready, world=world)
+
+    def ubatch(context: UBatchContext) -> Callable[[], None]:
+        def work() -> None:
+            with context:
+                ran.append(("before", context.index))
+                dbo_register_recv_hook(lambda: ran.append(("hook", dbo_current_ubatch_id())))
+                dbo_yield()
+                dbo_maybe_run_recv_hook()
+                ran.append(("after", context.index))
+
+        return work
+
+    workers = [world.host.worker(f"u{i}") for i in range(2)]
+    for worker, context in zip(workers, contexts, strict=True):
+        worker.submit(ubatch(context))
+    ready.wait()
+    contexts[0].start()
+    for worker in workers:
+        worker.join()
+    require(contexts[0].ring.error is None, f"no ubatch raised: {contexts[0].ring.error!r}")
+    expected = [("before", 0), ("before", 1), ("hook", 1), ("after", 0), ("hook", 0), ("after", 1)]
+    require(ran == expected, f"ubatch 0 leads, hooks run in the peer's thread as their owner: {ran}")
+
+
 _EXAMPLES: dict[type, Any] = {str: "conformance", int: 0, bool: False, dict: {}, list: []}
+_OF_THE_ENGINE = (
+    kinds.CONFIG,
+    kinds.STEP_BEGIN,
+    kinds.DECIDE,
+    kinds.SLICES,
+    kinds.STEP_END,
+    kinds.JOIN,
+    kinds.RESERVE,
+    kinds.USE,
+)
 
 
-def what_a_program_writes_arrives(world: Any) -> None:
-    """One record of each kind that programs owe to every world; the trace is looked at when the run is over."""
+def what_the_engine_writes_arrives(world: Any) -> None:
+    """A record of each kind that the engine writes comes through; that it does write them is a matter of whole runs."""
     world.in_ubatch(-1, step=9)
-    for kind in _written_by_programs():
+    for kind in _OF_THE_ENGINE:
         attrs = {name: _example(attr.type) for name, attr in kind.attrs.items() if attr.required}
         world.trace.host(kind, "conformance", **attrs)
     world.in_ubatch(-1, step=-1)
-
-
-def _written_by_programs() -> list[Kind]:
-    """Kinds of host records that the overlap system itself writes; barriers, waits and choices are the world's own."""
-    own = (kinds.BARRIER, kinds.HOST_WAIT, kinds.CHOICE)
-    return [kind for kind in kinds.KINDS.values() if kind.on == "host" and kind.worlds and kind not in own]
 
 
 def _example(types: Any) -> Any:
@@ -249,7 +292,8 @@ HOST_CASES: tuple[Callable[[Any], None], ...] = (
     streams_and_tags_are_the_tasks_own,
     events_order_streams,
     host_collectives_add_and_gather,
-    what_a_program_writes_arrives,
+    a_ring_hands_the_baton_round,
+    what_the_engine_writes_arrives,
 )
 
 

@@ -115,6 +115,7 @@ JOIN = Kind("join", on="host", worlds=BOTH, when="the step's starter has waited 
 HOOK_REGISTER = Kind(
     "hook.register",
     on="host",
+    worlds=BOTH,
     when="a receive hook is stored on the next context",
     attrs={
         "hook": attr(int, "its number, unique in the rank"),
@@ -125,6 +126,7 @@ HOOK_REGISTER = Kind(
 HOOK_RUN = Kind(
     "hook.run",
     on="host",
+    worlds=BOTH,
     when="a receive hook is run",
     attrs={
         "hook": attr(int, "its number"),

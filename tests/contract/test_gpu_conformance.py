@@ -8,6 +8,7 @@ import pytest
 
 from dbo.conformance import suite as conformance
 from dbo.conformance.suite import run_suite
+from dbo.trace import kinds
 from gpu.world import launch as launch_processes
 from sim.engine import Engine
 from sim.streams import SimEvent
@@ -115,8 +116,48 @@ def test_a_baton_that_loses_a_give_is_found():
     assert launched.deadlocked
 
 
-@pytest.mark.parametrize("kind", ["yield", "step.end", "barrier", "wait", "choice", "meet"])
-def test_a_world_that_stops_writing_a_kind_is_named_with_it(kind):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kinds.YIELD,
+        kinds.RESUME,
+        kinds.UBATCH_ENTER,
+        kinds.UBATCH_EXIT,
+        kinds.HOOK_REGISTER,
+        kinds.HOOK_RUN,
+        kinds.BARRIER,
+        kinds.HOST_WAIT,
+        kinds.CHOICE,
+    ],
+)
+def test_a_kind_that_loses_its_writer_is_named(kind, monkeypatch):
+    """The writer of one kind of host record falls silent; everything else stays as it is."""
+    write = Engine.host_record
+
+    def all_but_one(self, task, what, name="", attrs=None):
+        return task.last_record if what == kind else write(self, task, what, name, attrs)
+
+    monkeypatch.setattr(Engine, "host_record", all_but_one)
+    found = failures(run_suite(partial(launch_simulated, ranks=2, mode="ordering"), ranks=2, numbers=False))
+    assert f"no record of kind {kind}: " in found["records_keep_their_contract"]
+
+
+def test_a_ring_that_does_not_say_that_it_yields_is_named(monkeypatch):
+    """The line of dbo.ubatching.ring that writes the record is gone."""
+
+    class Silent:
+        YIELD = "resume"
+
+        def __getattr__(self, name):
+            return getattr(kinds, name)
+
+    monkeypatch.setattr("dbo.ubatching.ring.kinds", Silent())
+    found = failures(run_suite(partial(launch_simulated, ranks=2, mode="ordering"), ranks=2, numbers=False))
+    assert "no record of kind yield: " in found["records_keep_their_contract"]
+
+
+@pytest.mark.parametrize("kind", [kinds.WAIT, kinds.RECORD, kinds.MEET])
+def test_a_device_that_loses_a_kind_is_named(kind):
     def launch(program):
         launched = launch_simulated(program, ranks=2, mode="ordering")
         kept = {r.id for r in launched.trace.records if r.kind != kind}
