@@ -18,6 +18,7 @@ from dbo.errors import ConfigError, NotAvailable
 from dbo.trace import Access, kinds
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts
 from sim.collectives import SimGroup
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.streams import SimStream
@@ -194,14 +195,17 @@ class ElasticBuffer:
         """The kernel's first part: all ranks are there, counts are told. `agreed` are numbers that ranks must call with."""
         access = self.world.tensors.access
         self.group.exchange(
-            op,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                reads=tuple(map(access, reads)),
+                writes=tuple(map(access, writes)),
+                duration_us=self.world.cost.elastic_notify_us,
+                takes_sms=sms,
+            ),
             signature=([x.shape[1], *agreed], self.payload.dtype_of(x)),
             value=member,
-            reads=tuple(map(access, reads)),
-            writes=tuple(map(access, writes)),
-            duration_us=self.world.cost.elastic_notify_us,
             connect=arrived.connect(write_ends),
-            sms=sms,
         )
 
     def _fill(self, op: str, reads: tuple[Any, ...], sms: int, nbytes: int, arrived: _Arrivals) -> None:
@@ -215,17 +219,19 @@ class ElasticBuffer:
             self._held = list(taken)
 
         world.comm.launch(
-            kinds.EXCHANGE,
-            op,
-            duration_us=world.cost.elastic(nbytes, sms),
-            reads=tuple(map(world.tensors.access, reads)),
-            writes=(self._buffer(),),
-            run=begin,
-            finish=end,
-            src=world.source(),
-            attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}},
-            takes_sms=sms,
-            frees_sms=sms,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                duration_us=world.cost.elastic(nbytes, sms),
+                reads=tuple(map(world.tensors.access, reads)),
+                writes=(self._buffer(),),
+                run=begin,
+                finish=end,
+                src=world.source(),
+                attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}},
+                takes_sms=sms,
+                frees_sms=sms,
+            )
         )
 
     def _epilogue(
@@ -236,14 +242,16 @@ class ElasticBuffer:
         written = tuple(map(access, writes))
         nbytes = sum(_size(a) for a in written)
         world.comm.launch(
-            kinds.OP,
-            f"{op}_epilogue",
-            duration_us=world.cost.kernel(2 * nbytes),
-            reads=(self._buffer(), *map(access, reads)),
-            writes=tuple(a for a in written if _size(a)),
-            run=lambda: deliver(self._held),
-            src=world.source(),
-            attrs={"expects": {str(self.receive_buffer): self._tag(op)}},
+            Work(
+                kind=kinds.OP,
+                name=f"{op}_epilogue",
+                duration_us=world.cost.kernel(2 * nbytes),
+                reads=(self._buffer(), *map(access, reads)),
+                writes=tuple(a for a in written if _size(a)),
+                run=lambda: deliver(self._held),
+                src=world.source(),
+                attrs={"expects": {str(self.receive_buffer): self._tag(op)}},
+            )
         )
 
     def _buffer(self) -> Access:

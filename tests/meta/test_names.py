@@ -19,10 +19,7 @@ TO_BE_CUT = {
     "gpu/watch/flight_recorder.py:write",
     "gpu/world.py:launch",
     "sim/alltoall/elastic.py:_collective",
-    "sim/collectives.py:exchange",
     "sim/compiled/program.py:_add",
-    "sim/engine.py:node",
-    "sim/streams.py:launch",
 }
 
 
