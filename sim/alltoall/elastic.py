@@ -113,8 +113,8 @@ class ElasticBuffer:
         arrived, read = _Arrivals(), (x, topk_idx, topk_weights)
         member = _Member(payload.counts_of(topk_idx, num_experts), payload.rows(*read, None, num_experts // world.size))
         with call.on_comm():
-            told, agreed = payload.write_ends(ends), (num_max_tokens_per_rank,)
-            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, arrived, told, agreed)
+            told, agreed = arrived.connect(payload.write_ends(ends)), (num_max_tokens_per_rank,)
+            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, told, agreed)
             if sync:
                 spin_for_counts(world, "receive counts of dispatch")
             self._fill("dispatch", read, sms, self._bytes(x, x.shape[0], topk), arrived)
@@ -162,7 +162,7 @@ class ElasticBuffer:
             combined = payload.empty((handle.tokens, x.shape[1]), payload.dtype_of(x), "combined")
         arrived, read = _Arrivals(), (x, handle.source, handle.token)
         with call.on_comm():
-            self._collective("combine", x, _Member(None, payload.results(*read)), (), (), sms, arrived, None)
+            self._collective("combine", x, _Member(None, payload.results(*read)), (), (), sms, arrived.connect(None))
             self._fill("combine", read, sms, self._bytes(x, handle.tokens, handle.topk), arrived)
         self._epilogue("combine", (), (combined,), payload.reduce(combined))
         return combined, None, call.close((*read, combined))
@@ -188,8 +188,7 @@ class ElasticBuffer:
         reads: tuple[Any, ...],
         writes: tuple[Any, ...],
         sms: int,
-        arrived: _Arrivals,
-        write_ends: Callable[[list[int]], None] | None,
+        connect: Callable[..., Any],
         agreed: tuple[int, ...] = (),
     ) -> None:
         """The kernel's first part: all ranks are there, counts are told. `agreed` are numbers that ranks must call with."""
@@ -205,7 +204,7 @@ class ElasticBuffer:
             ),
             signature=([x.shape[1], *agreed], self.payload.dtype_of(x)),
             value=member,
-            connect=arrived.connect(write_ends),
+            connect=connect,
         )
 
     def _fill(self, op: str, reads: tuple[Any, ...], sms: int, nbytes: int, arrived: _Arrivals) -> None:
