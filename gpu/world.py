@@ -27,18 +27,19 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from dbo.contract.patience import Patience
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UsageError
 from dbo.trace import Record, Trace, kinds
 from gpu.launch import transport
 from gpu.launch.merge import merge
 from gpu.probe import device_count
 from gpu.watch import flight_recorder as board
-from gpu.watch.watchdog import SLOW, watch
+from gpu.watch.watchdog import watch
 
 VEHICLES = ("auto", "thread", "greenlet")
 
-STALL_S = 60.0
-"""Nothing moves for so long: the watchdog reports. Well below any communication library's own time-out."""
+PATIENCE = Patience()
+"""Of the watchdog where nobody asks for another: well below any communication library's own time-out."""
 
 PRELOADED = (
     "gpu.launch.process",
@@ -85,8 +86,7 @@ def launch(
     device: str = "auto",
     share_device: bool = False,
     timeout_s: float = 600.0,
-    stall_s: float = STALL_S,
-    slow_s: float | None = None,
+    patience: Patience = PATIENCE,
     trace: bool = True,
     vehicle: str = "auto",
 ) -> GpuRun:
@@ -95,7 +95,7 @@ def launch(
     Args:
         device: "cpu", "cuda", or "auto": cuda where there are devices enough.
         share_device: all ranks on the first device; for correctness only, and only for backends that allow it.
-        timeout_s: of the whole run. stall_s, slow_s: of the watchdog, see `gpu.watch.watchdog.watch`.
+        timeout_s: of the whole run. patience: of the watchdog, see `gpu.watch.watchdog.watch`.
         trace: record; a long run may do without.
         vehicle: ubatches are threads ("thread"), or greenlets on the rank's main thread ("greenlet": a hand-over costs a
             third to a tenth). "auto": greenlets where they are installed.
@@ -120,8 +120,7 @@ def launch(
             share_device=share_device,
             trace=trace,
             timeout_s=timeout_s,
-            stall_s=stall_s,
-            slow_s=slow_s,
+            patience=patience,
             vehicle=vehicle,
         )
     start_server()
@@ -151,7 +150,6 @@ def launch(
             )
             for rank in range(ranks)
         ]
-        patience = (stall_s, SLOW * stall_s if slow_s is None else slow_s)
         ended = _run(specs, folder, timeout_s=timeout_s, patience=patience)
         return _collect(specs, folder, ended, chosen, begun_s)
     finally:
@@ -185,7 +183,7 @@ class _Ended:
     marks: list[dict[str, float]]
 
 
-def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[float, float]) -> _Ended:
+def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: Patience) -> _Ended:
     """Start the ranks and the watchdog, wait for all of them, leave nothing running."""
     from gpu.launch import process
 
@@ -197,7 +195,7 @@ def _run(specs: list[Any], folder: Path, *, timeout_s: float, patience: tuple[fl
     processes = [
         context.Process(target=_as_from, args=(here, process.main, spec), name=f"rank{spec.rank}") for spec in specs
     ]
-    watchdog = context.Process(target=_as_from, args=(here, watch, folder, *patience), name="watchdog", daemon=True)
+    watchdog = context.Process(target=_as_from, args=(here, watch, folder, patience), name="watchdog", daemon=True)
     deadline = time.monotonic() + timeout_s
     try:
         _await_server(context)

@@ -13,4 +13,5 @@ numeric     numeric mode: torch tensors on the simulated device, bound to a rank
 stuck       what every blocked line waits for, written into the trace when nothing can move any more
 symbols     arrays without values for ordering mode: a buffer, a shape and an item size
 world       the simulated machine: a `Cluster` of ranks, and the `World` that each rank's program receives
+work        what device work is, as one value
 """

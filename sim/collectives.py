@@ -8,7 +8,7 @@ differ silently, and the detector says so. Host-level collectives block the call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dbo.errors import PeerFailed
 from dbo.trace import kinds
 from sim.engine import Node
 from sim.tasks import Task
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
@@ -130,62 +131,48 @@ class SimGroup:
         mover = world.tensors.mover(output, input, list(output_split_sizes), list(input_split_sizes))
         nbytes = sum(n for peer, n in enumerate(input_split_sizes) if peer != self.rank) * width
         self.exchange(
-            "all_to_all_single",
+            Work(
+                kind=kinds.EXCHANGE,
+                name="all_to_all_single",
+                reads=(read,),
+                writes=(write,),
+                duration_us=world.cost.collective(nbytes * world.tensors.itemsize(input)),
+            ),
             signature=([int(width)], str(input.dtype)),
             value=mover,
-            reads=(read,),
-            writes=(write,),
-            duration_us=world.cost.collective(nbytes * world.tensors.itemsize(input)),
             connect=_all_to_all,
             rows={"sends": list(map(int, input_split_sizes)), "receives": list(map(int, output_split_sizes))},
         )
 
     def exchange(
         self,
-        op: str,
+        work: Work,
         *,
         signature: tuple[list[int], str],
         value: Any,
-        reads: tuple[Any, ...],
-        writes: tuple[Any, ...],
-        duration_us: float,
         connect: Callable[[dict[int, Any], int], tuple[Callable[[], None], Callable[[], None]]],
-        src: str = "",
         rows: dict[str, list[int]] | None = None,
-        sms: int = 0,
     ) -> None:
-        """Queue this rank's part of a collective on the current stream.
+        """Queue this rank's part of a collective on the current stream; `work` is the kernel, named as the collective.
 
         `value` is what the member brings; `connect(members, rank)` gives what it does at its start and at its end.
-        `rows` says in the trace how many rows go to and come from each peer. The kernel holds `sms` SMs from its start
-        until all members have come and its part is done. Without `sms` it waits for none, and occupies as many as the
-        cost table says of a collective.
+        `rows` says in the trace how many rows go to and come from each peer. The kernel holds `work.takes_sms` from its
+        start until all members have come and its part is done. Where that is 0 it waits for none, and occupies as many as
+        the cost table says of a collective.
         """
         world, cluster = self.world, self.world.cluster
         stream = world.current_stream()
         if world.capture is not None:
-            world.capture.note((*reads, *writes))
-            src = world.source()
-
-            def again() -> None:
-                self.exchange(
-                    op,
-                    signature=signature,
-                    value=value,
-                    reads=reads,
-                    writes=writes,
-                    duration_us=duration_us,
-                    connect=connect,
-                    src=src,
-                    rows=rows,
-                    sms=sms,
-                )
-
-            world.capture.add(stream, again)
+            world.capture.note((*work.reads, *work.writes))
+            again = replace(work, src=world.source())
+            world.capture.add(
+                stream, lambda: self.exchange(again, signature=signature, value=value, connect=connect, rows=rows)
+            )
             return
         cluster.check_peers(self.rank)
         index, self.index = self.index, self.index + 1
         key = (cluster.epoch, self.name, index)
+        op, sms = work.name, work.takes_sms
         shape, dtype = signature
         tag = list(world.task().tags)
         attrs = {
@@ -202,7 +189,7 @@ class SimGroup:
         if sms:
             attrs |= {"sms": sms, "holds_until_peers": True}
         occupied = sms or world.cost.collective_sms
-        arrive = stream.launch(kinds.COLLECTIVE, op, attrs=attrs, takes_sms=occupied, reserves=sms > 0)
+        arrive = stream.launch(Work(kind=kinds.COLLECTIVE, name=op, attrs=attrs, takes_sms=occupied, reserves=sms > 0))
         meeting = cluster.device_meetings.get(key)
         if meeting is None:
             meeting = DeviceMeeting(cluster.open_meet(self.name, index))
@@ -220,18 +207,17 @@ class SimGroup:
 
         state: dict[str, Callable[[], None]] = {}
         stream.launch(
-            kinds.EXCHANGE,
-            op,
-            duration_us=duration_us,
-            reads=reads,
-            writes=writes,
-            run=begin,
-            finish=lambda: state["end"](),
-            after=(meeting.meet,),
-            src=src or world.source(),
-            attrs={"group": self.name, "index": index, "op": op},
-            frees_sms=occupied,
-            reserves=sms > 0,
+            replace(
+                work,
+                run=begin,
+                finish=lambda: state["end"](),
+                after=(meeting.meet,),
+                src=work.src or world.source(),
+                attrs={"group": self.name, "index": index, "op": op},
+                takes_sms=0,
+                frees_sms=occupied,
+                reserves=sms > 0,
+            )
         )
         if len(meeting.members) == self.size:
             if len(set(meeting.signatures.values())) == 1:

@@ -19,12 +19,13 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from dbo.trace import Access, BufferInfo, Record, Trace, kinds
+from dbo.trace import BufferInfo, Record, Trace, kinds
 from sim.contention import Crowd, Paced
 from sim.tasks import Scheduler, Task
 
 if TYPE_CHECKING:
     from sim.cost import CostTable
+    from sim.work import Work
 
 SMS_PER_DEVICE = 132
 
@@ -132,35 +133,17 @@ class Engine:
 
     def node(
         self,
+        work: Work,
         *,
         rank: int,
         line: str,
-        kind: str,
-        name: str,
         tags: tuple[int, int, int, str],
-        after: Iterable[Node],
         issued_by: Task | None = None,
-        duration_us: float = 0.0,
-        reads: tuple[Access, ...] = (),
-        writes: tuple[Access, ...] = (),
-        run: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
-        src: str = "",
-        attrs: dict[str, Any] | None = None,
         stream_tail: Node | None = None,
         held: bool = False,
-        takes_sms: int = 0,
-        frees_sms: int = 0,
-        reserves: bool = True,
-        copies: bool = False,
     ) -> Node:
-        """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies); `after` are others.
-
-        It waits for `takes_sms` free SMs of its rank's device before it starts, and frees `frees_sms` at its end; without
-        `reserves` it waits for none and keeps them from none, and only slows what computes beside it. `copies`: a copy
-        engine's work, which slows it too.
-        """
-        edges = [n.record.id for n in after]
+        """Add a node. `stream_tail` is its predecessor in a FIFO (an edge the line itself implies), beside `work.after`."""
+        edges = [n.record.id for n in work.after]
         ready_us = 0.0
         if issued_by is not None:
             ready_us = issued_by.now_us
@@ -172,31 +155,32 @@ class Engine:
             self.new_id(),
             rank,
             line,
-            kind,
-            name,
+            work.kind,
+            work.name,
             0.0,
-            duration_us,
+            work.duration_us,
             step,
             layer,
             ubatch,
             point,
             _in_order(edges),
-            reads,
-            writes,
-            src,
-            attrs if attrs is not None else {},
+            work.reads,
+            work.writes,
+            work.src,
+            work.attrs if work.attrs is not None else {},
         )
         node = Node(record, 0, ready_us)
-        node.run = run
-        node.finish = finish
-        if reserves:
+        node.run = work.run
+        node.finish = work.finish
+        takes_sms, frees_sms, copies = work.takes_sms, work.frees_sms, work.copies
+        if work.reserves:
             node.takes_sms, node.frees_sms = takes_sms, frees_sms
         if (takes_sms or frees_sms or copies) and self.cost.contention:
             node.occupies = (takes_sms, int(copies)) if takes_sms or copies else None
             node.vacates = (-frees_sms, -int(copies)) if frees_sms or copies else None
             if rank not in self.crowds:
                 self.crowds[rank] = Crowd(self.cost, SMS_PER_DEVICE)
-        depends = after if stream_tail is None else [*after, stream_tail]
+        depends = work.after if stream_tail is None else (*work.after, stream_tail)
         for other in depends:
             self.depend(node, other)
         self._unfinished[record.id] = node

@@ -12,6 +12,7 @@ from dbo.contract.own import own
 from dbo.trace import Access, kinds
 from sim import tensors
 from sim.streams import SimStream
+from sim.work import Work
 
 if TYPE_CHECKING:
     from dbo.contract.world import Stream
@@ -43,13 +44,15 @@ class NumericDevice:
                 size *= n
             nbytes += size
         self.world.current_stream().launch(
-            kinds.OP,
-            name,
-            duration_us=self.world.cost.kernel(nbytes, name),
-            reads=reads,
-            writes=writes,
-            run=run,
-            src=src,
+            Work(
+                kind=kinds.OP,
+                name=name,
+                duration_us=self.world.cost.kernel(nbytes, name),
+                reads=reads,
+                writes=writes,
+                run=run,
+                src=src,
+            )
         )
 
     def host_read(self, why: str, *, declared: bool) -> None:
@@ -91,7 +94,9 @@ class NumericDevice:
 
     def _launch_free(self, buffer: int, home: SimStream) -> None:
         nbytes = self.world.engine.trace.buffers[buffer].nbytes
-        home.launch(kinds.FREE, "free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
+        home.launch(
+            Work(kind=kinds.FREE, name="free", writes=(Access.interval(buffer, 0, nbytes),), attrs={"buffer": buffer})
+        )
 
 
 class NumericTensors:

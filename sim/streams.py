@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dbo.contract.own import own
-from dbo.trace import Access, Record, kinds
+from dbo.trace import Record, kinds
 from sim.engine import Node
+from sim.work import Work
 
 if TYPE_CHECKING:
     from dbo.contract.world import Event, Stream
@@ -26,70 +27,25 @@ class SimStream:
         self.name = name
         self.tail: Node | None = None
 
-    def launch(
-        self,
-        kind: str,
-        name: str,
-        *,
-        duration_us: float = 0.0,
-        reads: tuple[Access, ...] = (),
-        writes: tuple[Access, ...] = (),
-        run: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
-        after: tuple[Node, ...] = (),
-        src: str = "",
-        attrs: dict[str, Any] | None = None,
-        takes_sms: int = 0,
-        frees_sms: int = 0,
-        reserves: bool = True,
-    ) -> Node:
-        """Queue work here, for the calling task's point. During a capture the call is kept instead, and made at replays."""
+    def launch(self, work: Work | str, name: str = "", **of_work: Any) -> Node:
+        """Queue work here, for the calling task's point. During a capture the call is kept instead, and made at replays.
+
+        `launch(kind, name, …)` is short for `launch(Work(kind=kind, name=name, …))`.
+        """
+        if not isinstance(work, Work):
+            work = Work(kind=work, name=name, **of_work)
         world, task = self.world, self.world.task()
-        if world.device is not None and (reads or writes):
-            world.device.note_use((*reads, *writes), self.name)
+        touched = (*work.reads, *work.writes)
+        if world.device is not None and touched:
+            world.device.note_use(touched, self.name)
         if world.capture is not None:
-            world.capture.note((*reads, *writes))
-
-            def again() -> Node:
-                return self.launch(
-                    kind,
-                    name,
-                    duration_us=duration_us,
-                    reads=reads,
-                    writes=writes,
-                    run=run,
-                    finish=finish,
-                    after=after,
-                    src=src,
-                    attrs=dict(attrs or {}),
-                    takes_sms=takes_sms,
-                    frees_sms=frees_sms,
-                    reserves=reserves,
-                )
-
-            world.capture.add(self, again)
+            world.capture.note(touched)
+            world.capture.add(self, lambda: self.launch(replace(work, attrs=dict(work.attrs or {}))))
             return CAPTURED
         if world.replaying is None:
             task.now_us += world.cost.host_launch_us
-        node = self.world.engine.node(
-            rank=self.world.rank,
-            line=self.name,
-            kind=kind,
-            name=name,
-            tags=task.tags,
-            after=after,
-            issued_by=task,
-            duration_us=duration_us,
-            reads=reads,
-            writes=writes,
-            run=run,
-            finish=finish,
-            src=src,
-            attrs=attrs,
-            stream_tail=self.tail,
-            takes_sms=takes_sms,
-            frees_sms=frees_sms,
-            reserves=reserves,
+        node = world.engine.node(
+            work, rank=world.rank, line=self.name, tags=task.tags, issued_by=task, stream_tail=self.tail
         )
         self.tail = node
         return node
@@ -99,7 +55,7 @@ class SimStream:
         if self.world.capture is not None:
             self.world.capture.add_wait(self, event)
         elif event.marker is not None:
-            self.launch(kinds.WAIT, event.name, after=(event.marker,), attrs={"event": event.name})
+            self.launch(Work(kind=kinds.WAIT, name=event.name, after=(event.marker,), attrs={"event": event.name}))
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -137,7 +93,7 @@ class SimEvent:
         if self.world.capture is not None:
             self.world.capture.add_record(stream, self)
         else:
-            self.marker = stream.launch(kinds.RECORD, self.name, attrs={"event": self.name})
+            self.marker = stream.launch(Work(kind=kinds.RECORD, name=self.name, attrs={"event": self.name}))
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.world.current_stream()).wait_event(self)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dbo.trace import Access, kinds
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
@@ -88,7 +89,7 @@ def launch(
     if duration_us is None:
         duration_us = world.cost.kernel(sum([access.sizes[0] for access in read + written]), name)
     world.current_stream().launch(
-        kinds.OP, name, reads=read, writes=written, duration_us=duration_us, src=world.source()
+        Work(kind=kinds.OP, name=name, reads=read, writes=written, duration_us=duration_us, src=world.source())
     )
     return result
 

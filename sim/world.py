@@ -37,6 +37,7 @@ from sim.host import SimBarrier, SimBaton, SimWorker
 from sim.streams import SimEvent, SimStream
 from sim.symbols import SymbolRowOps, SymbolTensors
 from sim.tasks import Scheduler, Strategy, Task, TaskKilled
+from sim.work import Work
 
 Tags = tuple[int, int, int, str]
 
@@ -94,13 +95,10 @@ class Cluster:
     def open_meet(self, group: str, index: int) -> Node:
         """A node that ends when all members have come; it starts held."""
         node = self.engine.node(
+            Work(kind=kinds.MEET, name=f"{group}#{index}", attrs={"group": group, "index": index}),
             rank=-1,
             line=group,
-            kind=kinds.MEET,
-            name=f"{group}#{index}",
             tags=(-1, -1, -1, ""),
-            after=(),
-            attrs={"group": group, "index": index},
             held=True,
         )
         node.members = {}

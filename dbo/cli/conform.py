@@ -13,6 +13,7 @@ from dbo.cli.answer import Answer, Exit
 from dbo.cli.parser import Parser, integer
 from dbo.cli.progress import Reached
 from dbo.conformance.suite import CaseResult, run_suite
+from dbo.contract.patience import Patience
 
 HELP = "check a world against the contract"
 
@@ -64,7 +65,7 @@ def launcher(
     machine = registry.machine(world, device=device, ranks=ranks, share_device=share_device)
     if machine is None:
         return partial(entry.launch, ranks=ranks, mode=mode), ("nccl", "deepep_low_latency")
-    launch = partial(entry.launch, ranks=ranks, stall_s=STALL_S, mode=mode, **machine.options)
+    launch = partial(entry.launch, ranks=ranks, patience=Patience(stall_s=STALL_S), mode=mode, **machine.options)
     return launch, tuple(machine.backends)
 
 

@@ -58,16 +58,29 @@ class StepOutcome:
         return self.decision is not None and self.decision.all_idle
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """One rank's model and what it computes with.
+
+    Attributes:
+        model: what `UBatchWrapper` wraps.
+        kv_caches: one paged cache per layer.
+        metadata_of: from a `BatchPlan` to what the model's attention reads.
+    """
+
+    model: Any
+    kv_caches: Sequence[Any]
+    metadata_of: Callable[[Any], Any]
+
+
 class GPUModelRunner:
     """One rank's runner.
 
     Args:
         world: the rank's world.
         config: the common configuration.
-        model: what `UBatchWrapper` wraps; only its `compute_logits` is called here.
+        loaded: the model and what it computes with; of the model only `compute_logits` is called here.
         wrapper: called like the model.
-        kv_caches: one paged cache a layer.
-        metadata_of: from a `BatchPlan` to what the model's attention reads.
         scheduler: the rank's requests.
         program: exchangeable pieces.
         keep_logits: keep the rows of logits in the outcomes.
@@ -79,10 +92,8 @@ class GPUModelRunner:
         *,
         world: World,
         config: DBOConfig,
-        model: Any,
+        loaded: LoadedModel,
         wrapper: Any,
-        kv_caches: Sequence[Any],
-        metadata_of: Callable[[Any], Any],
         scheduler: RequestScheduler,
         program: Components | None = None,
         keep_logits: bool = False,
@@ -90,10 +101,10 @@ class GPUModelRunner:
     ) -> None:
         self.world = world
         self.config = config
-        self.model = model
+        self.model = loaded.model
         self.wrapper = wrapper
-        self.kv_caches = kv_caches
-        self.metadata_of = metadata_of
+        self.kv_caches = loaded.kv_caches
+        self.metadata_of = loaded.metadata_of
         self.scheduler = scheduler
         self.program = program or Components()
         self.keep_logits = keep_logits

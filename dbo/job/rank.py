@@ -17,7 +17,7 @@ from dbo.contract.world import World, symbolic_tensors, torch_tensors
 from dbo.dcp.interface import ContextParallel, DCPShape
 from dbo.engine.components import Components
 from dbo.engine.requests import Request
-from dbo.engine.runner import GPUModelRunner, StepOutcome
+from dbo.engine.runner import GPUModelRunner, LoadedModel, StepOutcome
 from dbo.engine.scheduler import RequestScheduler
 from dbo.errors import ArgumentError
 from dbo.model.config import ModelConfig
@@ -171,13 +171,13 @@ def build_runner(world: World, job: RankJob, program: Components) -> GPUModelRun
     moe_layers = [i for i in range(model_config.num_hidden_layers) if model_config.is_moe_layer(i)]
     backend = program.prepare_finalize(make_prepare_finalize(world, config, model_config))
     group = make_context_parallel(world, config, model_config, program)
-    model, kv_caches, metadata_of = (
+    loaded = (
         _skeleton(world, config, model_config, backend, program, group)
         if job.weights_of is None
         else _torch_model(world, config, model_config, job.weights_of(world.rank, world.size), backend, program, group)
     )
     wrapper = UBatchWrapper(
-        model,
+        loaded.model,
         world=world,
         schedule=job.schedule,
         backend=config.all2all_backend,
@@ -189,10 +189,8 @@ def build_runner(world: World, job: RankJob, program: Components) -> GPUModelRun
     return GPUModelRunner(
         world=world,
         config=config,
-        model=model,
+        loaded=loaded,
         wrapper=wrapper,
-        kv_caches=kv_caches,
-        metadata_of=metadata_of,
         scheduler=RequestScheduler(config),
         program=program,
         keep_logits=job.keep_logits,
@@ -270,7 +268,7 @@ def _skeleton(
     backend: Any,
     program: Components,
     group: ContextParallel | None,
-) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+) -> LoadedModel:
     from dbo.model.skeleton import SkeletonModel
 
     caches = []
@@ -280,7 +278,8 @@ def _skeleton(
         cache.notes["block_size"] = config.block_size
         caches.append(cache)
     kernel = partial(program.kernel, shared_placement=config.shared_experts, side=SideStream(world))
-    return SkeletonModel(model_config, world, backend, kernel, group), caches, lambda plan: plan
+    model = SkeletonModel(model_config, world, backend, kernel, group)
+    return LoadedModel(model=model, kv_caches=caches, metadata_of=lambda plan: plan)
 
 
 def _torch_model(
@@ -291,7 +290,7 @@ def _torch_model(
     backend: Any,
     program: Components,
     group: ContextParallel | None,
-) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+) -> LoadedModel:
     from dbo.batch.attention_metadata import from_plan
     from dbo.model.deepseek_v2 import DeepseekV2ForCausalLM
     from dbo.model.layout import EMBEDDING
@@ -316,4 +315,4 @@ def _torch_model(
     def to_device(array: np.ndarray) -> Any:
         return tensors.from_numpy(array, "metadata")
 
-    return model, caches, lambda plan: from_plan(plan, to_device)
+    return LoadedModel(model=model, kv_caches=caches, metadata_of=lambda plan: from_plan(plan, to_device))

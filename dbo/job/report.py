@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dbo.check import measure
@@ -14,6 +14,7 @@ from dbo.config import DBOConfig
 from dbo.engine.runner import StepOutcome
 from dbo.errors import PeerFailed
 from dbo.export.rows import layer_spans
+from dbo.job.inputs import replay_line
 from dbo.job.reference import steady_order_of
 from dbo.job.types import CheckRequest, CheckResult, Invariants, OverlapFigures, Reference, SteadyLayer, StepReport
 from dbo.schedule import Schedule
@@ -74,57 +75,71 @@ def _untested(config: DBOConfig, steps: Sequence[StepReport], ideal_share: float
     return []
 
 
-def result_of(
-    request: CheckRequest,
-    config: DBOConfig,
-    folder: Path,
-    schedule: Schedule,
-    trace: Trace,
-    report: Report,
-    steps: Sequence[StepReport],
-    reference: Reference,
-    replay: str,
-    written: str,
-    warnings: Sequence[str],
-) -> CheckResult:
-    order = steady_order_of(trace) if any(step.split for step in steps) else ()
-    overlap = measure(trace)
-    verdict = report.verdict
-    if request.world != "sim" and verdict.name == "proved":
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A run of the main job that is over and judged.
+
+    Attributes:
+        folder: the model's. written: where the trace lies, or why nowhere.
+        report: the detectors'. reference: what the comparisons with the reference, and with twins, gave.
+        warnings: of the configuration.
+    """
+
+    request: CheckRequest
+    config: DBOConfig
+    folder: Path
+    schedule: Schedule
+    trace: Trace
+    report: Report
+    steps: Sequence[StepReport]
+    reference: Reference
+    written: str
+    warnings: Sequence[str]
+
+
+def result_of(run: FinishedRun) -> CheckResult:
+    """What the command line prints of it."""
+    replay = replay_line(run.request)
+    order = steady_order_of(run.trace) if any(step.split for step in run.steps) else ()
+    overlap = measure(run.trace)
+    verdict = run.report.verdict
+    if run.request.world != "sim" and verdict.name == "proved":
         verdict = proved(synchronisation_only=True)  # a device's trace says nothing of the bytes that are touched
-    if verdict.good and reference.twin_failed:
-        verdict = inconclusive(reference.twin_failed)
-    if verdict.good and reference.serial_equal is False:
+    if verdict.good and run.reference.twin_failed:
+        verdict = inconclusive(run.reference.twin_failed)
+    if verdict.good and run.reference.serial_equal is False:
         verdict = inconclusive("the logits differ from those of the serial halves, and no detector says why")
-    if verdict.good and reference.order_as_simulated is False:
+    if verdict.good and run.reference.order_as_simulated is False:
         verdict = inconclusive("the steady order is not the simulator's, and no detector says why")
-    untested = _untested(config, steps, overlap.ideal_share)
+    untested = _untested(run.config, run.steps, overlap.ideal_share)
     return CheckResult(
         verdict=verdict,
-        violations=tuple(replace(v, replay=replay) for v in report.violations),
-        ranks=config.num_ranks,
-        steps=tuple(steps),
+        violations=tuple(replace(v, replay=replay) for v in run.report.violations),
+        ranks=run.config.num_ranks,
+        steps=tuple(run.steps),
         order=order,
         order_exchanged=matches_seed(order) == "exchanged",
-        steady_layer=_steady_layer(trace) if order else None,
+        steady_layer=_steady_layer(run.trace) if order else None,
         overlap=OverlapFigures(
             hidden_share=overlap.hidden_share, ideal_share=overlap.ideal_share, exposed_us=overlap.exposed_us
         ),
         invariants=Invariants(
-            checked=sum(report.checked.values()), failed=sum(report.failed.values()), by_detector=report.checked
+            checked=sum(run.report.checked.values()),
+            failed=sum(run.report.failed.values()),
+            by_detector=run.report.checked,
         ),
-        reference=reference,
-        forced_drains=forced_drains(trace),
+        reference=run.reference,
+        forced_drains=forced_drains(run.trace),
         replay=replay,
-        trace=written,
-        seed=request.seed,
-        world=request.world,
-        mode=request.mode,
-        device=_device(request, trace),
-        backend=config.all2all_backend,
-        schedule=schedule.name,
-        model=str(folder),
-        warnings=(*warnings, *untested),
+        trace=run.written,
+        seed=run.request.seed,
+        world=run.request.world,
+        mode=run.request.mode,
+        device=_device(run.request, run.trace),
+        backend=run.config.all2all_backend,
+        schedule=run.schedule.name,
+        model=str(run.folder),
+        warnings=(*run.warnings, *untested),
     )
 
 

@@ -21,7 +21,6 @@ from dbo.job.inputs import (
     generated_folder,
     programs_of,
     prompts_of,
-    replay_line,
     schedule_of,
     scratch,
     shape_of,
@@ -29,7 +28,7 @@ from dbo.job.inputs import (
 )
 from dbo.job.rank import FolderWeights, RankJob, RankMain
 from dbo.job.reference import first_error, note_reference, reference_of, with_twins
-from dbo.job.report import result_of, step_reports
+from dbo.job.report import FinishedRun, result_of, step_reports
 from dbo.job.types import CheckRequest, CheckResult, Progress
 from dbo.model.config import load_model_config
 from dbo.schedule import to_text
@@ -111,13 +110,23 @@ def run(request: CheckRequest, progress: Progress) -> CheckResult:
         report = judge(launched.trace)
     if machine:
         reference = with_twins(job, world, options, outcomes, launched.trace, reference, progress)
-    replay = replay_line(request)
     try:
         written = str(write_trace(launched.trace, path))
     except OSError as error:  # what was found holds without the file
         written = f"not written: {error.strerror or error}"
     return result_of(
-        request, config, folder, schedule, launched.trace, report, steps, reference, replay, written, warnings
+        FinishedRun(
+            request=request,
+            config=config,
+            folder=folder,
+            schedule=schedule,
+            trace=launched.trace,
+            report=report,
+            steps=steps,
+            reference=reference,
+            written=written,
+            warnings=warnings,
+        )
     )
 
 

@@ -24,6 +24,7 @@ from dbo.bench.moe_figures import Batch as BatchName
 from dbo.bench.moe_shapes import SHAPES
 from dbo.bench.moe_table import Measured, head, table
 from dbo.config import facts
+from dbo.contract.patience import Patience
 from dbo.errors import DBOError, PeerFailed
 from dbo.job.rank import make_prepare_finalize
 from dbo.schedule import load_schedule
@@ -64,7 +65,7 @@ def measure(bench: MoEBench) -> Measured:
         device=bench.device,
         trace=False,
         vehicle=bench.vehicle,
-        stall_s=LAST_S,
+        patience=Patience(stall_s=LAST_S),
         timeout_s=max(0.0, deadline - time.time()) + LAST_S,
     )
     failed = [error for error in run.errors if error is not None]

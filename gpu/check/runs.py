@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo.conformance.suite import RunCases, run_suite
+from dbo.contract.patience import Patience
 from dbo.export.chrome import read_trace
 from dbo.job.compare import compare
 from dbo.job.rank import RankMain
@@ -30,7 +31,7 @@ def check_conformance(setup: Setup) -> Found:
         launched = setup.run(RunCases(True, setup.backends))
         problems = [f"{name}: {p}" for value in launched.values for name, p in value or [("launch", "lost")] if p]
         return not problems, "\n".join(problems) or f"{len(launched.values[0])} cases"
-    results = run_suite(partial(setup.run, stall_s=5.0), ranks=setup.ranks, backends=setup.backends)
+    results = run_suite(partial(setup.run, patience=Patience(stall_s=5.0)), ranks=setup.ranks, backends=setup.backends)
     problems = [f"{r.name}: {r.problem}" for r in results if not r.passed]
     return not problems, "\n".join([f"{len(results)} cases, {len(problems)} failed", *problems])
 

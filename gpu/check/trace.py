@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from dbo.contract.patience import Patience
 from dbo.engine.components import Components
 from dbo.job.rank import RankJob, RankMain
 from dbo.schedule import Point, Yield
@@ -71,7 +72,8 @@ def _planted(setup: Setup, job: RankJob, fault: PlantedFault, step: int) -> tupl
     layers = frozenset(i for i in range(job.model_config.num_hidden_layers) if job.model_config.is_moe_layer(i))
     place = (STRUCK_RANK, step, planted_faults.struck_layer(layers), 0, fault.point)
     launched = setup.run(
-        RankMain(replace(job, program_of=planted_faults.OnRank(STRUCK_RANK, fault.planted))), stall_s=10.0
+        RankMain(replace(job, program_of=planted_faults.OnRank(STRUCK_RANK, fault.planted))),
+        patience=Patience(stall_s=10.0),
     )
     found = linearity(launched.trace)
     # A wait that is missing may show in the times as well, and need not.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dbo.contract.patience import Patience
 from dbo.engine.components import Components
 from dbo.job.rank import RankMain
 from gpu.check import planted_faults
@@ -54,7 +55,7 @@ def _hang(setup: Setup, backend: str, hang: Hang) -> tuple[bool, float | None, s
     name = hang.planted.__name__
     start = time.monotonic()
     job = setup.job(backend, program_of=planted_faults.OnRank(STRUCK_RANK, hang.planted))
-    launched = setup.run(RankMain(job), stall_s=STALL_S, slow_s=SLOW_S)
+    launched = setup.run(RankMain(job), patience=Patience(stall_s=STALL_S, slow_s=SLOW_S))
     took_s = time.monotonic() - start
     report = launched.report
     if report is None:

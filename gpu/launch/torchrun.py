@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dbo.contract.patience import Patience
 from dbo.errors import UsageError
 from gpu.launch.process import RankOutput, RankSpec, pick_device, run
 from gpu.launch.transport import dumps, sendable_left
@@ -29,8 +30,7 @@ def launch_here(
     share_device: bool,
     trace: bool,
     timeout_s: float,
-    stall_s: float,
-    slow_s: float | None,
+    patience: Patience,
     vehicle: str,
 ) -> Any:
     """Run `program(world)` on this rank and gather what all ranks left.
@@ -58,7 +58,7 @@ def launch_here(
     pick_device(spec)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    watchdog = _prepare(folder, rank, ranks, (stall_s, slow_s))
+    watchdog = _prepare(folder, rank, ranks, patience)
     dist.barrier()
     watched = board.Board.open(folder / "board")
     watched.rank(rank).set_state(board.RUNNING, os.getpid())
@@ -86,7 +86,7 @@ def _folder(rank: int) -> Path:
     return folder
 
 
-def _prepare(folder: Path, rank: int, ranks: int, patience: tuple[float, float | None]) -> Any:
+def _prepare(folder: Path, rank: int, ranks: int, patience: Patience) -> Any:
     """Rank 0 makes the board and starts the watchdog."""
     if rank != 0:
         return None
@@ -95,7 +95,7 @@ def _prepare(folder: Path, rank: int, ranks: int, patience: tuple[float, float |
     from gpu.watch.watchdog import watch
 
     board.Board.create(folder / "board", ranks)
-    watchdog = multiprocessing.get_context("spawn").Process(target=watch, args=(folder, *patience), daemon=True)
+    watchdog = multiprocessing.get_context("spawn").Process(target=watch, args=(folder, patience), daemon=True)
     watchdog.start()
     return watchdog
 

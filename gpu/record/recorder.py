@@ -210,8 +210,8 @@ class RankRecorder:
     def waits(self, state: int, what: str, group: str = "", index: int = -1) -> None:
         """The calling line is about to block."""
         if self.rows is not None:
-            task = self.task
-            self.rows.write(task.row, task.tags, task.yields, task.played, state, what, group, index, task.own)
+            task, wait = self.task, board.LineWait(state=state, what=what, group=group, index=index)
+            self.rows.write(task.row, task.tags, task.yields, task.played, wait, task.own)
 
     def sleeps(self, state: int) -> None:
         """The calling line is about to wait for another one of its rank."""

@@ -60,6 +60,24 @@ def log_of(group: str) -> str:
     return "dcp" if group.startswith("dcp") else group
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineWait:
+    """What a host line waits for.
+
+    Attributes:
+        state: what kind of wait, one of `WAITING`; or `BUSY`: it does not wait.
+        what: in words. group, index: the exchange, if it is one.
+    """
+
+    state: int
+    what: str = ""
+    group: str = ""
+    index: int = -1
+
+
+GOES_ON = LineWait(state=BUSY)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LineState:
     """One host line as it was last written.
@@ -197,14 +215,10 @@ class RankBoard:
         tags: tuple[int, int, int, str],
         yields: int,
         played: int,
-        state: int = BUSY,
-        what: str = "",
-        group: str = "",
-        index: int = -1,
+        wait: LineWait = GOES_ON,
         own: tuple[int, str] = (-1, ""),
     ) -> None:
         """Where host line number `line` stands, and what it waits for."""
-        group = log_of(group)
         self._counts[line] += 1
         step, layer, ubatch, point = tags
         own_layer, own_point = own
@@ -217,11 +231,11 @@ class RankBoard:
             ubatch,
             yields,
             played,
-            state,
+            wait.state,
             point.encode()[:16],
-            what.encode()[:48],
-            group.encode()[:16],
-            index,
+            wait.what.encode()[:48],
+            log_of(wait.group).encode()[:16],
+            wait.index,
             own_layer,
             own_point.encode()[:16],
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo.check.waitfor import Node, Waiter, describe
+from dbo.contract.patience import Patience
 from gpu.watch import flight_recorder as board
 from gpu.watch.flight_recorder import Board, is_alive
 from gpu.watch.stuck import Differing, differing_exchange, text_of, waiters_of
@@ -58,19 +59,16 @@ class StuckReport:
     reported_s: float = 0.0
 
 
-def watch(folder: Path, stall_s: float, slow_s: float | None = None) -> None:
-    """Watch until every rank has ended; end them when they cannot go on. Exits 0, or 1 with `report.json` written.
+def watch(folder: Path, patience: Patience) -> None:
+    """Watch until every rank of the run in `folder` has ended; end them when they cannot go on.
 
-    Args:
-        folder: of the run.
-        stall_s: lines wait for each other, and nothing has moved for so long.
-        slow_s: the same where one of those waited for computes, or a library is at work for all of them; None: `SLOW`
-            times `stall_s`.
+    Exits 0, or 1 with `report.json` written.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what an interrupt means
     watched = Board.open(folder / "board")
     parent = os.getppid()
-    slow_s = SLOW * stall_s if slow_s is None else slow_s
+    stall_s = patience.stall_s
+    slow_s = SLOW * stall_s if patience.slow_s is None else patience.slow_s
     last, since = -1, time.monotonic()
     trouble: tuple[str, float] | None = None
     agreed: dict[str, int] = {}

@@ -18,6 +18,7 @@ from dbo.errors import ConfigError, NotAvailable
 from dbo.trace import Access, kinds
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts
 from sim.collectives import SimGroup
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.streams import SimStream
@@ -112,8 +113,8 @@ class ElasticBuffer:
         arrived, read = _Arrivals(), (x, topk_idx, topk_weights)
         member = _Member(payload.counts_of(topk_idx, num_experts), payload.rows(*read, None, num_experts // world.size))
         with call.on_comm():
-            told, agreed = payload.write_ends(ends), (num_max_tokens_per_rank,)
-            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, arrived, told, agreed)
+            told, agreed = arrived.connect(payload.write_ends(ends)), (num_max_tokens_per_rank,)
+            self._collective("dispatch", x, member, (topk_idx,), (ends,), sms, told, agreed)
             if sync:
                 spin_for_counts(world, "receive counts of dispatch")
             self._fill("dispatch", read, sms, self._bytes(x, x.shape[0], topk), arrived)
@@ -161,7 +162,7 @@ class ElasticBuffer:
             combined = payload.empty((handle.tokens, x.shape[1]), payload.dtype_of(x), "combined")
         arrived, read = _Arrivals(), (x, handle.source, handle.token)
         with call.on_comm():
-            self._collective("combine", x, _Member(None, payload.results(*read)), (), (), sms, arrived, None)
+            self._collective("combine", x, _Member(None, payload.results(*read)), (), (), sms, arrived.connect(None))
             self._fill("combine", read, sms, self._bytes(x, handle.tokens, handle.topk), arrived)
         self._epilogue("combine", (), (combined,), payload.reduce(combined))
         return combined, None, call.close((*read, combined))
@@ -187,21 +188,23 @@ class ElasticBuffer:
         reads: tuple[Any, ...],
         writes: tuple[Any, ...],
         sms: int,
-        arrived: _Arrivals,
-        write_ends: Callable[[list[int]], None] | None,
+        connect: Callable[..., Any],
         agreed: tuple[int, ...] = (),
     ) -> None:
         """The kernel's first part: all ranks are there, counts are told. `agreed` are numbers that ranks must call with."""
         access = self.world.tensors.access
         self.group.exchange(
-            op,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                reads=tuple(map(access, reads)),
+                writes=tuple(map(access, writes)),
+                duration_us=self.world.cost.elastic_notify_us,
+                takes_sms=sms,
+            ),
             signature=([x.shape[1], *agreed], self.payload.dtype_of(x)),
             value=member,
-            reads=tuple(map(access, reads)),
-            writes=tuple(map(access, writes)),
-            duration_us=self.world.cost.elastic_notify_us,
-            connect=arrived.connect(write_ends),
-            sms=sms,
+            connect=connect,
         )
 
     def _fill(self, op: str, reads: tuple[Any, ...], sms: int, nbytes: int, arrived: _Arrivals) -> None:
@@ -215,17 +218,19 @@ class ElasticBuffer:
             self._held = list(taken)
 
         world.comm.launch(
-            kinds.EXCHANGE,
-            op,
-            duration_us=world.cost.elastic(nbytes, sms),
-            reads=tuple(map(world.tensors.access, reads)),
-            writes=(self._buffer(),),
-            run=begin,
-            finish=end,
-            src=world.source(),
-            attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}},
-            takes_sms=sms,
-            frees_sms=sms,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                duration_us=world.cost.elastic(nbytes, sms),
+                reads=tuple(map(world.tensors.access, reads)),
+                writes=(self._buffer(),),
+                run=begin,
+                finish=end,
+                src=world.source(),
+                attrs={"op": op, "sms": sms, "tags": {str(self.receive_buffer): self._tag(op)}},
+                takes_sms=sms,
+                frees_sms=sms,
+            )
         )
 
     def _epilogue(
@@ -236,14 +241,16 @@ class ElasticBuffer:
         written = tuple(map(access, writes))
         nbytes = sum(_size(a) for a in written)
         world.comm.launch(
-            kinds.OP,
-            f"{op}_epilogue",
-            duration_us=world.cost.kernel(2 * nbytes),
-            reads=(self._buffer(), *map(access, reads)),
-            writes=tuple(a for a in written if _size(a)),
-            run=lambda: deliver(self._held),
-            src=world.source(),
-            attrs={"expects": {str(self.receive_buffer): self._tag(op)}},
+            Work(
+                kind=kinds.OP,
+                name=f"{op}_epilogue",
+                duration_us=world.cost.kernel(2 * nbytes),
+                reads=(self._buffer(), *map(access, reads)),
+                writes=tuple(a for a in written if _size(a)),
+                run=lambda: deliver(self._held),
+                src=world.source(),
+                attrs={"expects": {str(self.receive_buffer): self._tag(op)}},
+            )
         )
 
     def _buffer(self) -> Access:

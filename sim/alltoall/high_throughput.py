@@ -18,6 +18,7 @@ from dbo.trace import kinds
 from sim.alltoall.deepep_call import EventHandle, EventOverlap, LibraryCall, remote_bytes, spin_for_counts, swap_blocks
 from sim.collectives import SimGroup
 from sim.engine import SMS_PER_DEVICE
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.streams import SimStream
@@ -92,13 +93,15 @@ class HighThroughputBuffer:
             in_rank = payload.empty((topk_idx.shape[0], world.size), "bool", "is_token_in_rank")
         made = (per_rank, per_expert, in_rank)
         world.comm.launch(
-            kinds.OP,
-            "dispatch_layout",
-            duration_us=world.cost.kernel_us,
-            reads=(access(topk_idx),),
-            writes=tuple(map(access, made)),
-            run=payload.layout(topk_idx, *made),
-            src=world.source(),
+            Work(
+                kind=kinds.OP,
+                name="dispatch_layout",
+                duration_us=world.cost.kernel_us,
+                reads=(access(topk_idx),),
+                writes=tuple(map(access, made)),
+                run=payload.layout(topk_idx, *made),
+                src=world.source(),
+            )
         )
         return per_rank, None, per_expert, in_rank, call.close((topk_idx, *made))
 
@@ -228,14 +231,17 @@ class HighThroughputBuffer:
     ) -> None:
         access = self.world.tensors.access
         self.group.exchange(
-            op,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                reads=tuple(map(access, reads)),
+                writes=tuple(map(access, writes)),
+                duration_us=duration_us,
+                takes_sms=self.num_sms,
+            ),
             signature=signature,
             value=member,
-            reads=tuple(map(access, reads)),
-            writes=tuple(map(access, writes)),
-            duration_us=duration_us,
             connect=connect,
-            sms=self.num_sms,
         )
 
     def _bytes(self, x: Any, tokens: int, topk: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dbo.errors import NotAvailable
 from dbo.trace import Access, kinds
 from sim.engine import Node
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.world import Cluster, SimWorld
@@ -151,13 +152,15 @@ class LowLatencyBuffer:
             attrs["rows"] = plan.rows(real)
 
         sent = world.current_stream().launch(
-            kinds.SEND,
-            f"{op}.send",
-            duration_us=world.cost.low_latency_send_us,
-            reads=plan.reads,
-            run=send,
-            src=src,
-            attrs=attrs,
+            Work(
+                kind=kinds.SEND,
+                name=f"{op}.send",
+                duration_us=world.cost.low_latency_send_us,
+                reads=plan.reads,
+                run=send,
+                src=src,
+                attrs=attrs,
+            )
         )
         arrived = self._transfer(op, call, buffer, plan.nbytes, sent, tags)
         cluster.join_meet(exchange.meet, arrived, world.rank)
@@ -170,15 +173,17 @@ class LowLatencyBuffer:
         world.cluster.check_peers(world.rank)
         window = world.cluster.low_latency_windows[buffer]
         stream.launch(
-            kinds.RECV,
-            f"{op}.recv",
-            duration_us=world.cost.low_latency_recv_us,
-            reads=(window.of_rank(world.rank),),
-            writes=plan.writes,
-            run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
-            after=(exchange.meet,),
-            src=src,
-            attrs={"call": call, "buffer": buffer, "op": op},
+            Work(
+                kind=kinds.RECV,
+                name=f"{op}.recv",
+                duration_us=world.cost.low_latency_recv_us,
+                reads=(window.of_rank(world.rank),),
+                writes=plan.writes,
+                run=lambda: plan.receive([exchange.sent[r] for r in range(world.size)], world.rank),
+                after=(exchange.meet,),
+                src=src,
+                attrs={"call": call, "buffer": buffer, "op": op},
+            )
         )
 
     def _transfer(
@@ -188,16 +193,18 @@ class LowLatencyBuffer:
         world = self.world
         regions = (world.cluster.low_latency_windows[buffer].sent_by(world.rank),)
         node = world.engine.node(
+            Work(
+                kind=kinds.TRANSFER,
+                name=f"{op}.transfer",
+                after=(sent,),
+                duration_us=world.cost.transfer(nbytes),
+                writes=regions,
+                finish=lambda: None,
+                attrs={"call": call, "op": op, "dst": "all"},
+            ),
             rank=world.rank,
             line="net",
-            kind=kinds.TRANSFER,
-            name=f"{op}.transfer",
             tags=tags,
-            after=(sent,),
-            duration_us=world.cost.transfer(nbytes),
-            writes=regions,
-            finish=lambda: None,
-            attrs={"call": call, "op": op, "dst": "all"},
             stream_tail=world.net_tail,
         )
         world.net_tail = node

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dbo.moe.symm_copy import Channel, Table
 from dbo.trace import Access, kinds
 from sim.alltoall.symmetric_memory import REGION_BYTES, Fabric
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.engine import Node
@@ -108,7 +109,13 @@ class SymmetricMemory:
         others = [(world.rank + step) % world.size for step in range(1, world.size)]
         copies = [self._copy(stream, channel, call, peer, reads[peer], nbytes[peer], takes[peer]) for peer in others]
         signal = stream.launch(
-            kinds.RECORD, "signal", after=tuple(copies), src=world.source(), attrs={"event": _name(channel, call)}
+            Work(
+                kind=kinds.RECORD,
+                name="signal",
+                after=tuple(copies),
+                src=world.source(),
+                attrs={"event": _name(channel, call)},
+            )
         )
         for peer in others:
             self.fabric.signal(peer, channel, call, world.rank, signal)
@@ -131,28 +138,30 @@ class SymmetricMemory:
         task = world.task()
         task.now_us += world.cost.host_launch_us
         node = world.engine.node(
+            Work(
+                kind=kinds.TRANSFER,
+                name=f"{channel[1]}.copy",
+                after=() if stream.tail is None else (stream.tail,),
+                duration_us=world.cost.copy_engine(nbytes),
+                reads=reads,
+                writes=(Access.interval(region, rank * REGION_BYTES, (rank + 1) * REGION_BYTES),),
+                run=lambda: taken.append(take()),
+                finish=lambda: self.fabric.held(peer, channel).__setitem__(rank, taken[0]),
+                src=world.source(),
+                attrs={
+                    "call": call,
+                    "op": channel[1],
+                    "dst": peer,
+                    "sms": 0,
+                    "tags": {str(region): [*map(str, channel), call]},
+                },
+                copies=True,
+            ),
             rank=rank,
             line="net",
-            kind=kinds.TRANSFER,
-            name=f"{channel[1]}.copy",
             tags=task.tags,
             issued_by=task,
-            after=() if stream.tail is None else (stream.tail,),
-            duration_us=world.cost.copy_engine(nbytes),
-            reads=reads,
-            writes=(Access.interval(region, rank * REGION_BYTES, (rank + 1) * REGION_BYTES),),
-            run=lambda: taken.append(take()),
-            finish=lambda: self.fabric.held(peer, channel).__setitem__(rank, taken[0]),
-            src=world.source(),
-            attrs={
-                "call": call,
-                "op": channel[1],
-                "dst": peer,
-                "sms": 0,
-                "tags": {str(region): [*map(str, channel), call]},
-            },
             stream_tail=world.net_tail,
-            copies=True,
         )
         world.net_tail = node
         return node
@@ -162,7 +171,13 @@ class SymmetricMemory:
         world.cluster.check_peers(world.rank)
         arrived = self.fabric.arrival(world.rank, channel, call)
         world.current_stream().launch(
-            kinds.WAIT, "signals", after=(arrived,), src=world.source(), attrs={"event": _name(channel, call)}
+            Work(
+                kind=kinds.WAIT,
+                name="signals",
+                after=(arrived,),
+                src=world.source(),
+                attrs={"event": _name(channel, call)},
+            )
         )
 
 
@@ -203,14 +218,16 @@ class SimArrival:
         def go() -> None:
             memory._wait_for_signals(self.channel, self.call)
             world.current_stream().launch(
-                kinds.OP,
-                f"{self.channel[1]}.copy_out",
-                duration_us=world.cost.kernel(2 * sum(map(_size, writes))),
-                reads=(*reads, *(Access.interval(region, r * REGION_BYTES, (r + 1) * REGION_BYTES) for r in peers)),
-                writes=writes,
-                run=lambda: deliver(memory.fabric.held(rank, self.channel)),
-                src=world.source(),
-                attrs={"sms": UNPACK_SMS, "expects": {str(region): [*map(str, self.channel), self.call]}},
+                Work(
+                    kind=kinds.OP,
+                    name=f"{self.channel[1]}.copy_out",
+                    duration_us=world.cost.kernel(2 * sum(map(_size, writes))),
+                    reads=(*reads, *(Access.interval(region, r * REGION_BYTES, (r + 1) * REGION_BYTES) for r in peers)),
+                    writes=writes,
+                    run=lambda: deliver(memory.fabric.held(rank, self.channel)),
+                    src=world.source(),
+                    attrs={"sms": UNPACK_SMS, "expects": {str(region): [*map(str, self.channel), self.call]}},
+                )
             )
 
         if world.capture is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dbo.dcp.interface import place_in_groups
 from dbo.trace import Access, kinds
 from sim.dcp.fabric import SLAB_BYTES, DirectFabric
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.engine import Node
@@ -84,18 +85,26 @@ class SimDirect:
         flags = self.fabric.flags(rank, ubatch, self.wanted_epoch(epoch), self._sources(rank))
         stream = world.current_stream()
         stream.launch(
-            kinds.WAIT, "flags", after=(flags, *pushed), src=world.source(), attrs={"event": f"direct#{epoch}"}
+            Work(
+                kind=kinds.WAIT,
+                name="flags",
+                after=(flags, *pushed),
+                src=world.source(),
+                attrs={"event": f"direct#{epoch}"},
+            )
         )
         slabs = [self.fabric.slab(rank, ubatch, parity, source) for source in others]
         stream.launch(
-            kinds.OP,
-            "dcp.direct.merge",
-            duration_us=world.cost.kernel(nbytes),
-            reads=(*reads, *map(_whole, slabs)),
-            writes=(write,),
-            run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)),
-            src=world.source(),
-            attrs={"expects": {str(slab): [ubatch, epoch] for slab in slabs}},
+            Work(
+                kind=kinds.OP,
+                name="dcp.direct.merge",
+                duration_us=world.cost.kernel(nbytes),
+                reads=(*reads, *map(_whole, slabs)),
+                writes=(write,),
+                run=lambda: call.merge(self.fabric.held(rank, ubatch, parity)),
+                src=world.source(),
+                attrs={"expects": {str(slab): [ubatch, epoch] for slab in slabs}},
+            )
         )
 
     def _push(self, call: Any, reads: tuple[Access, ...], nbytes: int, ubatch: int, epoch: int, peer: int) -> Node:
@@ -104,20 +113,22 @@ class SimDirect:
         stream, task = world.current_stream(), world.task()
         slab = self.fabric.slab(peer, ubatch, parity, rank)
         node = world.engine.node(
+            Work(
+                kind=kinds.TRANSFER,
+                name="dcp.direct.push",
+                after=() if stream.tail is None else (stream.tail,),
+                duration_us=world.cost.transfer(nbytes),
+                reads=reads,
+                writes=(_whole(slab),),
+                run=lambda: taken.append(call.chunk(peer)),
+                finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]),
+                src=world.source(),
+                attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(slab): [ubatch, epoch]}},
+            ),
             rank=rank,
             line="net",
-            kind=kinds.TRANSFER,
-            name="dcp.direct.push",
             tags=task.tags,
             issued_by=task,
-            after=() if stream.tail is None else (stream.tail,),
-            duration_us=world.cost.transfer(nbytes),
-            reads=reads,
-            writes=(_whole(slab),),
-            run=lambda: taken.append(call.chunk(peer)),
-            finish=lambda: self.fabric.held(peer, ubatch, parity).__setitem__(rank, taken[0]),
-            src=world.source(),
-            attrs={"call": epoch, "op": "dcp.direct", "dst": peer, "tags": {str(slab): [ubatch, epoch]}},
             stream_tail=world.net_tail,
         )
         world.net_tail = node

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dbo.dcp.interface import place_in_groups
+from dbo.trace import kinds
 from sim.collectives import SimGroup
+from sim.work import Work
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
@@ -65,12 +67,15 @@ class SimDCPGroup:
         for n in input.shape:
             nbytes *= int(n)
         self._group.exchange(
-            op,
+            Work(
+                kind=kinds.EXCHANGE,
+                name=op,
+                reads=(tensors.access(input),),
+                writes=(tensors.access(output),),
+                duration_us=self.world.cost.collective(int(nbytes * share)),
+            ),
             signature=(list(map(int, input.shape)), str(input.dtype)),
             value=mover,
-            reads=(tensors.access(input),),
-            writes=(tensors.access(output),),
-            duration_us=self.world.cost.collective(int(nbytes * share)),
             connect=self._connect,
         )
 

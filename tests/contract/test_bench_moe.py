@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from dbo.contract.patience import Patience
+
 torch = pytest.importorskip("torch", reason="torch is not installed (extra `torch`)")
 
 import gpu.bench.moe  # noqa: E402
@@ -49,7 +51,7 @@ BENCH = MoEBench(
     prompt_tokens=16,
     context_tokens=24,
 )
-PATIENCE: dict[str, Any] = {"stall_s": 30.0, "timeout_s": 120.0}
+PATIENCE: dict[str, Any] = {"patience": Patience(stall_s=30.0), "timeout_s": 120.0}
 
 
 def values_of(program: Any) -> list[Any]:

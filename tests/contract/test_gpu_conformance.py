@@ -8,6 +8,7 @@ import pytest
 
 from dbo.conformance import suite as conformance
 from dbo.conformance.suite import run_suite
+from dbo.contract.patience import Patience
 from dbo.trace import kinds
 from gpu.world import launch as launch_processes
 from sim.engine import Engine
@@ -26,7 +27,9 @@ def failures(results):
 
 @pytest.mark.parametrize(("ranks", "vehicle"), [(2, "thread"), (2, "greenlet"), (4, "thread")])
 def test_real_processes_keep_the_contract(ranks, vehicle):
-    launch = partial(launch_processes, ranks=ranks, device="cpu", stall_s=2.0, timeout_s=120.0, vehicle=vehicle)
+    launch = partial(
+        launch_processes, ranks=ranks, device="cpu", patience=Patience(stall_s=2.0), timeout_s=120.0, vehicle=vehicle
+    )
     assert failures(run_suite(launch, ranks=ranks, backends=BACKENDS)) == {}
 
 

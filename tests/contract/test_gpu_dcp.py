@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dbo.contract.patience import Patience
 from dbo.dcp.interface import DCPShape
 from dbo.engine.components import Components
 from dbo.errors import NotAvailable
@@ -41,9 +42,9 @@ def dcp_job(folder, exchange, *, backend="nccl", replicas=1, dbo=True, interleav
     return replace(job, config=config if dbo else config.without_dbo(), requests=job.requests[:replicas])
 
 
-def run(job, **patience):
-    patience = {"stall_s": 10 * STALL_S, "timeout_s": 120.0} | patience
-    return launch(RankMain(job), ranks=job.config.num_ranks, device="cpu", **patience)
+def run(job, **limits):
+    limits = {"patience": Patience(stall_s=10 * STALL_S), "timeout_s": 120.0} | limits
+    return launch(RankMain(job), ranks=job.config.num_ranks, device="cpu", **limits)
 
 
 def said(launched, job):
@@ -123,7 +124,7 @@ def test_what_is_wrong_on_one_peer_changes_what_is_said(folder, fault):
 def test_an_exchange_out_of_order_is_named(folder):
     """Only its own group waits for it, and the other group is not blamed."""
     job = dcp_job(folder, "a2a", replicas=2, program_of=planted(faults.exchange_after_sum, 3))
-    launched = run(job, stall_s=STALL_S, timeout_s=60.0)
+    launched = run(job, patience=Patience(stall_s=STALL_S), timeout_s=60.0)
     report = launched.report
     assert report is not None and report["reason"] == "differing", launched.errors
     assert report["rank"] in (2, 3) and report["point"] == "A1"

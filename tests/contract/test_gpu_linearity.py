@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dbo.contract.patience import Patience
 from dbo.job.rank import RankMain
 from dbo.trace import Record, Trace
 from gpu.check.linearity import linearity
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
 
 def trace_of(folder, backend, planted=None):
     job = small_job(folder, backend, program_of=None if planted is None else OnRank(1, planted))
-    launched = launch(RankMain(job), ranks=2, device="cpu", stall_s=30.0, timeout_s=120.0)
+    launched = launch(RankMain(job), ranks=2, device="cpu", patience=Patience(stall_s=30.0), timeout_s=120.0)
     assert launched.errors == [None, None], launched.errors
     return launched.trace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from dbo.check import HappensBefore, measure
+from dbo.contract.patience import Patience
 from dbo.export.profile import read_profile
 from dbo.export.window import window
 from dbo.job.rank import RankMain
@@ -18,7 +19,12 @@ from tests.gpu.jobs import small_folder, small_job
 def test_a_run_on_cpu_tensors_is_profiled_and_read_back(tmp_path):
     job = small_job(small_folder(tmp_path / "model"), "nccl")
     launched = launch(
-        Profiled(RankMain(job), tmp_path), ranks=2, device="cpu", vehicle="thread", stall_s=60.0, timeout_s=120.0
+        Profiled(RankMain(job), tmp_path),
+        ranks=2,
+        device="cpu",
+        vehicle="thread",
+        patience=Patience(stall_s=60.0),
+        timeout_s=120.0,
     )
     assert launched.errors == [None, None], launched.errors
     trace = read_profile([profile_path(tmp_path, rank) for rank in range(2)])

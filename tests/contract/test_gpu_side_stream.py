@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dbo.check.order import steady_order
+from dbo.contract.patience import Patience
 from dbo.engine.components import Components
 from dbo.job.rank import RankMain
 from dbo.job.reference import by_request
@@ -34,7 +35,7 @@ def placed(folder, backend, placement, **options):
 
 
 def run(job):
-    launched = launch(RankMain(job), ranks=2, device="cpu", stall_s=30.0, timeout_s=120.0)
+    launched = launch(RankMain(job), ranks=2, device="cpu", patience=Patience(stall_s=30.0), timeout_s=120.0)
     assert launched.errors == [None, None], launched.errors
     return launched
 

@@ -10,6 +10,7 @@ import pytest
 from dbo.check import judge
 from dbo.check.order import steady_order
 from dbo.config import DBOConfig
+from dbo.contract.patience import Patience
 from dbo.job.local import LocalWorld
 from dbo.job.rank import RankJob, RankMain
 from gpu.world import launch
@@ -23,8 +24,8 @@ def folder(tmp_path_factory):
 
 
 def run(job, ranks, vehicle="thread"):
-    patience = {"stall_s": 10 * STALL_S, "timeout_s": 120.0}
-    launched = launch(RankMain(job), ranks=ranks, device="cpu", vehicle=vehicle, **patience)
+    limits = {"patience": Patience(stall_s=10 * STALL_S), "timeout_s": 120.0}
+    launched = launch(RankMain(job), ranks=ranks, device="cpu", vehicle=vehicle, **limits)
     assert launched.errors == [None] * ranks, launched.errors
     assert launched.exit_codes == [0] * ranks
     return launched

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dbo.check import judge
+from dbo.contract.patience import Patience
 from dbo.errors import DBOError, NotAvailable, PeerFailed, UBatchError, UsageError
 from dbo.job.rank import RankMain
 from gpu.check import planted_faults
@@ -34,7 +35,9 @@ def folder(tmp_path_factory):
 def run(program, ranks=2, stall_s=STALL_S, slow_s=None):
     """Launch; the run is over, its processes are gone, within the promised time after the last start-up."""
     before = time.monotonic()
-    launched = launch(program, ranks=ranks, device="cpu", stall_s=stall_s, slow_s=slow_s, timeout_s=60.0)
+    launched = launch(
+        program, ranks=ranks, device="cpu", patience=Patience(stall_s=stall_s, slow_s=slow_s), timeout_s=60.0
+    )
     launched.took_s = time.monotonic() - before  # type: ignore[attr-defined]
     assert [p for p in multiprocessing.active_children() if p.name.startswith(("rank", "watchdog"))] == []
     return launched
@@ -139,7 +142,7 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_point():
 
 def test_a_run_whose_time_is_up_ends_then_and_says_so():
     before = time.monotonic()
-    launched = launch(Sleeping(), ranks=2, device="cpu", stall_s=60.0, timeout_s=4.0)
+    launched = launch(Sleeping(), ranks=2, device="cpu", patience=Patience(stall_s=60.0), timeout_s=4.0)
     assert time.monotonic() - before < 9.0, "nobody is waited for any longer"
     assert launched.report is None and launched.exit_codes == [-9, -9]
     assert all("ran out of time" in str(error) for error in launched.errors)
@@ -202,7 +205,9 @@ def comes(watched, rank, index, point="D.send", *, waits=True, group="ep"):
     part, tags = watched.rank(rank), (3, 1, 0, point)
     part.log(group, index, tags, "all_to_all_single")
     state = board.COLLECTIVE if waits else board.BUSY
-    part.write(1, tags, 0, 0, state, "collective all_to_all_single", group, index)
+    part.write(
+        1, tags, 0, 0, board.LineWait(state=state, what="collective all_to_all_single", group=group, index=index)
+    )
 
 
 def stalled(watched, still_s):
@@ -228,10 +233,10 @@ def test_a_peer_that_computes_is_waited_for(watched):
 def test_a_device_is_waited_for_while_a_peer_still_launches(watched):
     for rank in range(2):
         comes(watched, rank, 7, waits=rank == 1)
-    watched.rank(0).write(0, (3, -1, -1, "sample"), 0, 0, board.DEVICE, "compute: sample")
+    watched.rank(0).write(0, (3, -1, -1, "sample"), 0, 0, board.LineWait(state=board.DEVICE, what="compute: sample"))
     watched.rank(0).set_line_state(1, board.IDLE)
     assert stalled(watched, 59.0) is None, "rank 1 has announced the exchange and may be compiling its kernel"
-    watched.rank(1).write(0, (3, -1, -1, "sample"), 0, 0, board.DEVICE, "compute: sample")
+    watched.rank(1).write(0, (3, -1, -1, "sample"), 0, 0, board.LineWait(state=board.DEVICE, what="compute: sample"))
     watched.rank(1).set_line_state(1, board.IDLE)
     found = stalled(watched, 1.1)
     assert found is not None and found.point == "sample", "all hosts wait: nobody launches any more"
@@ -240,7 +245,7 @@ def test_a_device_is_waited_for_while_a_peer_still_launches(watched):
 def test_lines_that_wait_for_each_other_are_stuck(watched):
     comes(watched, 0, 7)
     for line in (1, 2):
-        watched.rank(1).write(line, (3, 1, line - 1, "A1"), 2, 2, board.BATON)
+        watched.rank(1).write(line, (3, 1, line - 1, "A1"), 2, 2, board.LineWait(state=board.BATON))
     watched.rank(1).set_line_state(0, board.JOIN)
     assert stalled(watched, 0.9) is None
     found = stalled(watched, 1.1)
@@ -293,7 +298,13 @@ def test_the_board_keeps_what_is_written(tmp_path):
     written = board.Board.create(tmp_path / "board", 2)
     part = written.rank(1)
     part.set_state(board.RUNNING, 77)
-    part.write(2, (5, 3, 1, "C.send"), 4, 4, board.COLLECTIVE, "collective combine", "low_latency", 9)
+    part.write(
+        2,
+        (5, 3, 1, "C.send"),
+        4,
+        4,
+        board.LineWait(state=board.COLLECTIVE, what="collective combine", group="low_latency", index=9),
+    )
     part.log("low_latency", 9, (5, 3, 1, "C.send"), "combine")
     part.find((5, 3, 1, "C.send"), "error", "first")
     part.find((5, 3, 0, "D.send"), "error", "second")

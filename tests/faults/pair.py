@@ -26,6 +26,7 @@ from dbo.ubatching.player import SchedulePlayer
 from dbo.ubatching.ring import UBatchContext, dbo_current_ubatch_id, dbo_yield
 from dbo.ubatching.wrapper import UBatchWrapper
 from sim.tasks import Strategy
+from sim.work import Work
 from sim.world import SimWorld, launch
 
 MODEL_ONLY = "model-only"
@@ -126,13 +127,15 @@ def op(
 ) -> None:
     """Device work of a known duration on the current stream."""
     world.current_stream().launch(
-        kind,
-        name,
-        duration_us=us,
-        reads=tuple(r.access() for r in reads),
-        writes=tuple(w.access() for w in writes),
-        src=world.source(),
-        attrs=attrs,
+        Work(
+            kind=kind,
+            name=name,
+            duration_us=us,
+            reads=tuple(r.access() for r in reads),
+            writes=tuple(w.access() for w in writes),
+            src=world.source(),
+            attrs=attrs,
+        )
     )
 
 

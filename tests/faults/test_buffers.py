@@ -18,6 +18,7 @@ from dbo.ubatching.ring import (
     dbo_yield_and_switch_from_comm_to_compute,
 )
 from sim.engine import Node
+from sim.work import Work
 from sim.world import SimWorld
 from tests.faults.pair import MODEL_ONLY, Body, Pair, check_pair, hand_over, op, ring_step, run
 from tests.faults.storages import Storages
@@ -141,15 +142,15 @@ def cleaned(*, barrier: bool) -> Trace:
     def program(world: SimWorld) -> None:
         flags[world.rank] = Access.interval(world.engine.new_buffer(world.rank, "flag", 8), 0, 8)
         meet(world)  # addresses are exchanged
-        world.compute.launch("op", "clean", duration_us=(1, 5)[world.rank], writes=(flags[world.rank],))
+        world.compute.launch(Work(kind="op", name="clean", duration_us=(1, 5)[world.rank], writes=(flags[world.rank],)))
         if barrier:
             world.compute.synchronize()
             meet(world)
         if world.rank == 0:
-            sets.append(world.compute.launch("op", "set flag", duration_us=1, writes=(flags[1],)))
+            sets.append(world.compute.launch(Work(kind="op", name="set flag", duration_us=1, writes=(flags[1],))))
         meet(world)
         if world.rank == 1:
-            world.compute.launch("wait", "flag", after=tuple(sets), attrs={"event": "flag"})
+            world.compute.launch(Work(kind="wait", name="flag", after=tuple(sets), attrs={"event": "flag"}))
 
     return run(program, ranks=2)
 
@@ -167,7 +168,9 @@ def counted(*, shared: bool) -> Trace:
                 cells[child] = cells[name]
                 tags = {cells[child].buffer: child}
                 world.compute.launch(
-                    "op", f"announce {child}", duration_us=1, writes=(cells[child],), attrs={"tags": tags}
+                    Work(
+                        kind="op", name=f"announce {child}", duration_us=1, writes=(cells[child],), attrs={"tags": tags}
+                    )
                 )
             world.compute.synchronize()
         world.control.all_reduce(np.zeros(1, dtype=np.int32), tag=0)
@@ -175,7 +178,13 @@ def counted(*, shared: bool) -> Trace:
             for child in "AB":
                 expects = {cells[child].buffer: child}
                 world.compute.launch(
-                    "op", f"look for {child}", duration_us=1, reads=(cells[child],), attrs={"expects": expects}
+                    Work(
+                        kind="op",
+                        name=f"look for {child}",
+                        duration_us=1,
+                        reads=(cells[child],),
+                        attrs={"expects": expects},
+                    )
                 )
 
     return run(program, ranks=2)

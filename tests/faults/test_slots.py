@@ -10,6 +10,7 @@ from dbo.check import judge
 from dbo.trace import Trace
 from sim.collectives import SimGroup
 from sim.engine import SMS_PER_DEVICE
+from sim.work import Work
 from sim.world import SimWorld
 from tests.faults.pair import MODEL_ONLY, Pair, check_pair, run
 
@@ -28,14 +29,10 @@ def exchanged(orders: Sequence[str], weights_sms: int = 32) -> Trace:
             group, stream, sms = kernels[name]
             world.set_stream(stream)
             group.exchange(
-                name,
+                Work(kind="exchange", name=name, duration_us=5.0, takes_sms=sms),
                 signature=([1], "uint8"),
                 value=None,
-                reads=(),
-                writes=(),
-                duration_us=5.0,
                 connect=lambda members, rank: (lambda: None, lambda: None),
-                sms=sms,
             )
         for stream in (world.comm, world.compute):
             stream.synchronize()

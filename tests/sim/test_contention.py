@@ -15,6 +15,7 @@ from sim.collectives import SimGroup
 from sim.compiled.program import compile_schedule
 from sim.cost import CostTable
 from sim.engine import SMS_PER_DEVICE
+from sim.work import Work
 from sim.world import SimRun, SimWorld, launch
 from tests.sim.backend_harness import ALL_BACKENDS, DECLARED, Case
 from tests.sim.job_harness import ordering_job, run, verdict_of
@@ -26,14 +27,10 @@ WORK_US = 100.0
 def exchange(world: SimWorld, sms: int, duration_us: float, name: str = "exchange") -> None:
     """A kernel-based exchange of one member; without `sms` it is NCCL's, which reserves none."""
     SimGroup(world, name, members=(world.rank,)).exchange(
-        name,
+        Work(kind="exchange", name=name, duration_us=duration_us, takes_sms=sms),
         signature=([1], "uint8"),
         value=None,
-        reads=(),
-        writes=(),
-        duration_us=duration_us,
         connect=lambda members, rank: (lambda: None, lambda: None),
-        sms=sms,
     )
 
 
@@ -44,11 +41,11 @@ def beside(sms: int, *, before_us: float, lasts_us: float, cost: CostTable | Non
         world.trace.host("point")
         world.set_stream(world.comm)
         if before_us < 0:
-            world.comm.launch("op", "pause", duration_us=-before_us)
+            world.comm.launch(Work(kind="op", name="pause", duration_us=-before_us))
         exchange(world, sms, lasts_us)
         if before_us > 0:
-            world.compute.launch("op", "pause", duration_us=before_us)
-        world.compute.launch("op", "product", duration_us=WORK_US)
+            world.compute.launch(Work(kind="op", name="pause", duration_us=before_us))
+        world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
 
     cost = replace(cost or CostTable(), host_launch_us=0.0)
     launched = launch(program, ranks=1, mode="ordering", cost=cost)
@@ -94,12 +91,12 @@ def test_a_second_exchange_slows_what_the_first_one_has_made_late() -> None:
 
     def program(world: SimWorld) -> None:
         world.trace.host("point")
-        world.comm.launch("op", "pause", duration_us=10.0)
+        world.comm.launch(Work(kind="op", name="pause", duration_us=10.0))
         world.set_stream(world.comm)
         exchange(world, 66, 40.0, "first")
-        world.comm.launch("op", "pause", duration_us=60.0)  # to 110 us
+        world.comm.launch(Work(kind="op", name="pause", duration_us=60.0))  # to 110 us
         exchange(world, 66, 1e6, "second")
-        world.compute.launch("op", "product", duration_us=WORK_US)
+        world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
 
     pause = CostTable(host_launch_us=0.0)
     trace = launch(program, ranks=1, mode="ordering", cost=pause).trace
@@ -117,8 +114,12 @@ def test_a_kernel_that_is_launched_with_its_sms_holds_them_until_its_end() -> No
         with graph.capture():
             for stream, lasts_us in ((world.comm, 50.0), (world.side, 50.0)):
                 stream.wait_stream(world.compute)
-                stream.launch("exchange", "kernel", duration_us=lasts_us, takes_sms=70, frees_sms=70, reserves=False)
-            world.compute.launch("op", "product", duration_us=WORK_US)
+                stream.launch(
+                    Work(
+                        kind="exchange", name="kernel", duration_us=lasts_us, takes_sms=70, frees_sms=70, reserves=False
+                    )
+                )
+            world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
             for stream in (world.comm, world.side):
                 world.compute.wait_stream(stream)
         graph.replay()
@@ -136,7 +137,9 @@ def test_compute_that_acts_at_its_end_is_written_once_and_then() -> None:
         world.trace.host("point")
         world.set_stream(world.comm)
         exchange(world, 66, 150.0)
-        world.compute.launch("op", "product", duration_us=WORK_US, finish=lambda: done.append("product"))
+        world.compute.launch(
+            Work(kind="op", name="product", duration_us=WORK_US, finish=lambda: done.append("product"))
+        )
 
     trace = launch(program, ranks=1, mode="ordering", cost=CostTable(host_launch_us=0.0)).trace
     assert product(trace).dur_us == pytest.approx(150.0 + 25.0) and done == ["product"]
@@ -149,7 +152,7 @@ def test_exchanges_side_by_side_add_up() -> None:
         for stream, name in ((world.comm, "one"), (world.side, "other")):
             world.set_stream(stream)
             exchange(world, 33, 1e6, name)
-        world.compute.launch("op", "product", duration_us=WORK_US)
+        world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
 
     trace = launch(program, ranks=1, mode="ordering", cost=CostTable(host_launch_us=0.0)).trace
     assert product(trace).dur_us == pytest.approx(2 * WORK_US)
@@ -168,19 +171,15 @@ def test_sms_are_held_while_a_kernel_spins_for_its_peers() -> None:
         world.trace.host("point")
         world.set_stream(world.comm)
         if world.rank == 1:
-            world.comm.launch("op", "late", duration_us=300.0)
+            world.comm.launch(Work(kind="op", name="late", duration_us=300.0))
         SimGroup(world, "both").exchange(
-            "exchange",
+            Work(kind="exchange", name="exchange", duration_us=1.0, takes_sms=66),
             signature=([1], "uint8"),
             value=None,
-            reads=(),
-            writes=(),
-            duration_us=1.0,
             connect=lambda members, rank: (lambda: None, lambda: None),
-            sms=66,
         )
         if world.rank == 0:
-            world.compute.launch("op", "product", duration_us=WORK_US)
+            world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
 
     trace = launch(program, ranks=2, mode="ordering", cost=CostTable(host_launch_us=0.0)).trace
     assert product(trace).dur_us == pytest.approx(2 * WORK_US)
@@ -202,7 +201,7 @@ def copying(cost: CostTable) -> Trace:
         table = [[512, 512], [512, 512]]
         world.set_stream(world.comm)
         world.symmetric.send([rows], table, channel=(0, "dispatch"))
-        world.compute.launch("op", "product", duration_us=10.0)
+        world.compute.launch(Work(kind="op", name="product", duration_us=10.0))
 
     launched = launch(program, ranks=2, mode="ordering", cost=cost)
     assert launched.errors == [None, None]
@@ -237,19 +236,15 @@ def test_after_a_failed_step_nothing_is_held() -> None:
         if world.rank == 0:
             world.set_stream(world.comm)
             SimGroup(world, "both").exchange(
-                "exchange",
+                Work(kind="exchange", name="exchange", duration_us=1.0, takes_sms=66),
                 signature=([1], "uint8"),
                 value=None,
-                reads=(),
-                writes=(),
-                duration_us=1.0,
                 connect=lambda members, rank: (lambda: None, lambda: None),
-                sms=66,
             )
-            world.compute.launch("op", "before", duration_us=WORK_US)
+            world.compute.launch(Work(kind="op", name="before", duration_us=WORK_US))
         world.recover(0)
         if world.rank == 0:
-            world.compute.launch("op", "product", duration_us=WORK_US)
+            world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
 
     launched = launch(program, ranks=2, mode="ordering", cost=CostTable(host_launch_us=0.0))
     assert launched.errors == [None, None] and not launched.deadlocked
@@ -266,7 +261,7 @@ def test_in_a_replayed_graph_it_is_as_in_an_eager_step() -> None:
             world.set_stream(world.comm)
             exchange(world, 66, 1e6)
             world.set_stream(world.compute)
-            world.compute.launch("op", "product", duration_us=WORK_US)
+            world.compute.launch(Work(kind="op", name="product", duration_us=WORK_US))
             world.compute.wait_stream(world.comm)
         graph.replay()
 

@@ -9,6 +9,7 @@ import pytest
 from dbo.trace import Trace
 from sim.collectives import SimGroup
 from sim.engine import SMS_PER_DEVICE
+from sim.work import Work
 from sim.world import SimWorld, launch
 
 
@@ -49,14 +50,10 @@ def test_a_kernel_without_room_names_what_it_lacks_and_who_holds_it() -> None:
         for name, stream, sms in (("first", world.comm, 100), ("second", world.compute, SMS_PER_DEVICE)):
             world.set_stream(stream)
             SimGroup(world, name).exchange(
-                name,
+                Work(kind="exchange", name=name, duration_us=1.0, takes_sms=sms),
                 signature=([1], "uint8"),
                 value=None,
-                reads=(),
-                writes=(),
-                duration_us=1.0,
                 connect=lambda members, rank: (lambda: None, lambda: None),
-                sms=sms,
             )
         world.compute.synchronize()
 
@@ -71,8 +68,8 @@ def test_kernels_run_side_by_side_as_far_as_sms_reach(sms: tuple[int, int, float
 
     def program(world: SimWorld) -> None:
         world.trace.host("point")
-        world.comm.launch("op", "first", duration_us=5.0, takes_sms=first, frees_sms=first)
-        world.compute.launch("op", "second", duration_us=5.0, takes_sms=second, frees_sms=second)
+        world.comm.launch(Work(kind="op", name="first", duration_us=5.0, takes_sms=first, frees_sms=first))
+        world.compute.launch(Work(kind="op", name="second", duration_us=5.0, takes_sms=second, frees_sms=second))
 
     starts = {r.name: r.t_us for r in traced(program).of_kind("op")}
     assert starts["second"] == pytest.approx(starts["first"] + start_us, abs=0.2)

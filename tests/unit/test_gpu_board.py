@@ -27,7 +27,11 @@ def watched(tmp_path):
 
 def waits(watched, rank, index):
     watched.rank(rank).write(
-        0, TAGS, 0, 0, board.COLLECTIVE, "collective all_reduce", group=f"dcp{rank // 2}", index=index
+        0,
+        TAGS,
+        0,
+        0,
+        board.LineWait(state=board.COLLECTIVE, what="collective all_reduce", group=f"dcp{rank // 2}", index=index),
     )
 
 
@@ -45,7 +49,7 @@ def test_only_ranks_of_the_group_are_missing(watched):
 
 def test_a_rank_that_waits_for_its_device_waits_for_its_group(watched):
     watched.rank(0).log("dcp0", 1, TAGS, "all_reduce")
-    watched.rank(0).write(0, TAGS, 0, 0, board.DEVICE, "compute: sample")
+    watched.rank(0).write(0, TAGS, 0, 0, board.LineWait(state=board.DEVICE, what="compute: sample"))
     (waiter,), _ = waiters_of(watched)
     assert (waiter.group, waiter.index, waiter.missing) == ("dcp", 1, (1,))
 
