@@ -4,14 +4,14 @@ Rooms: `launch` (processes of a run), `host` (batons, barriers, workers), `recor
 and the watchdog), `alltoall` (what stands behind the backends), `dcp` (a DCP group), `kernels` (Triton), `check`
 (`python -m gpu.check`), `bench` (what `dbo bench` times on devices).
 
-world      `launch`: the ranks of a run, its watchdog, its trace
+_conforms  mypy holds each class of this world against the contract
 device     one rank's `World`
+graph      full CUDA graphs of a step
 group      collectives of torch.distributed, numbered and recorded
+probe      what a machine has and lacks, backend by backend
 streams    streams and events: CUDA's, or ones whose work is done when it is issued
 tensors    between numpy and torch tensors, and what a ubatch thread inherits
-graph      full CUDA graphs of a step
-probe      what a machine has and lacks, backend by backend
-_conforms  mypy holds each class of this world against the contract
+world      `launch`: the ranks of a run, its watchdog, its trace
 
 Importing the package loads nothing heavy.
 """

@@ -6,6 +6,7 @@ trace. To add one, write the module and list it here; its place among causes is 
 _conforms            every detector keeps the detectors' contract: mypy holds each module against it here
 buffer_reuse         ordered, but the bytes belong to somebody else by then
 capacity             a size that a step can reach exceeds what was reserved for it
+causes               which of several violations to name: one root often shows as many symptoms
 choices              points where another schedule could have had another outcome
 collective_mismatch  members of a communicator meet in different operations, shapes, types or tags
 config               ranks run with different effective configurations
@@ -14,6 +15,7 @@ dp_disagreement      ranks decide differently about one step, against the rules
 empty_ubatch         a rank runs a ubatch without a real token
 graph_capture        a capture does what captures forbid, or a step looks its graph up under another key or program
 graph_stale          a replay uses an address or a value that was right at capture and is not any more
+happens              happens-before over a trace: vector clocks in one pass, collapsed to what differs
 hook_late            a receive hook runs after its owner has already launched a reader of what the hook completes
 hook_lost            a registered receive hook is overwritten or dropped and never runs
 hook_twice           a receive hook runs more than once

@@ -5,6 +5,7 @@ answer    what a command hands back to the frame: the same answer as text and as
 bench     time what is promised, and say which targets are reached
 check     run the main job: a model folder and prompts on simulated ranks
 conform   run the conformance suite: does a world keep the contract? The same cases for every world
+dispatch  the frame of every command: parse, run, print once, and turn whatever happened into an exit code
 doctor    say what this machine has and lacks, backend by backend, and what to install
 fuzz      draw whole runs, clean and with a fault, and judge each
 parser    argparse whose refusals are `UsageError`s, so that the frame alone decides how they are shown

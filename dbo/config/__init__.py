@@ -1,20 +1,19 @@
 """What a run is told, what is refused before it starts, and how ranks find out that they were told different things.
 
-facts      backends, choices, shapes of models and devices
-options    `DBOConfig`, values and derived defaults
-capacity   sizes that follow: graph ladder, low-latency buffer, batches to profile
-rules      every refusal and every warning
-support    what is built so far, per world
-flags      the command line's options, one entry each, and those refused by name
-agreement  effective configuration, comparison over ranks
-
+agreement        effective configuration, comparison over ranks
+capacity         sizes that follow: graph ladder, low-latency buffer, batches to profile
 case             what a rule looks at, and what a rule is
 declaration      how an option of `DBOConfig` is declared: once, beside its field
+facts            backends, choices, shapes of models and devices
+flags            the command line's options, one entry each, and those refused by name
+options          `DBOConfig`, values and derived defaults
 paths            reading files that a user names: regular ones of a bounded size
+rules            every refusal and every warning
 rules_exchange   what exchanges between ranks ask for: SMs
 rules_sizes      what batches, caches and graphs must hold, and what the model and the machine must offer
 rules_ubatching  what splitting a step asks for: expert parallelism
 rules_values     each option by itself: its choices and its bounds, as declared
+support          what is built so far, per world
 """
 
 from dbo.config.agreement import RANK_LOCAL_FIELDS, compare_configs, effective

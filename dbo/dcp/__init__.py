@@ -29,11 +29,17 @@ Usage, step by step:
 `a2a_direct` (package `gpu.kernels`) replaces the collective by stores into the peers' memory; `dbo.dcp.direct` holds
 its protocol and its memory layout, without torch. The names exported here need torch and load it when first asked for.
 
+collectives       the paths that `a2a` replaces, kept as oracles and as the baseline of every benchmark
 context_parallel  `ContextParallel` over torch tensors: one of the three exchanges
+direct            the protocol of `a2a_direct` and its memory layout
+exchange          `a2a`: one packed all-to-all, then the merge
 groups            the group of an exchange: a `torch.distributed` group, or anything that has the same methods
 interface         what a model on one rank of a DCP group asks of its group
+local             C virtual ranks in one process: one thread each, collectives by copying
+merging           the LSE-weighted sum of partial outputs, stable and blind to what empty shards hold
 oracle            slow, obvious float64 references: what the exchange must equal
 packing           one payload for output and LSE: `[C, B, N, D + L]` in the output's dtype, bit for bit
+workspace         staging memory that is handed out again and again
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ deepep_flat             what the adapters of DeepEP V1's normal mode and of V2 s
 deepep_high_throughput  backend `deepep_high_throughput`: exact receive sizes
 deepep_low_latency      backend `deepep_low_latency`: fixed-size receive buffers, two halves, weights applied in combine
 deepep_v2               backend `deepep_v2`: one fused kernel a call
+experts                 routed experts of one layer on one rank, for both layouts of `dbo.moe.interface`
 gated                   the activation of a gated MLP, fused where the device has a kernel for it
 grouped_experts         routed experts by torch's grouped matrix product, for devices in bf16
 interface               what an all-to-all backend and an expert kernel owe each other

@@ -1,12 +1,15 @@
 """Schedules as data: which point of a layer yields where, parsed, printed, played and refused.
 
-model      the values             ring       the order that all ubatches give together
-text       the file form          validate   what must hold before anything runs
-order      the Order line         drawing    the Comp and Comm rows
-presets    schedules by name      oplist     lists of operations with yield markers
-
+drawing     the two-row drawing of a steady state: what computes above what communicates
+model       the values             ring       the order that all ubatches give together
+oplist      importer for lists of operations with yield markers
+order       the Order line         drawing    the Comp and Comm rows
 period      from one period of the ring back to the program that every ubatch follows
+presets     schedules by name      oplist     lists of operations with yield markers
+ring        the order in which a schedule issues its points
 statements  the lines of a schedule file, cut into keyword
+text        the file form          validate   what must hold before anything runs
+validate    what must hold before a schedule may run: each rule is one function, each refusal one sentence
 """
 
 from dbo.schedule.drawing import drawing

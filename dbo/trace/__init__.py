@@ -18,6 +18,8 @@ Device records of kernels that need SMs all at once carry `sms`; those that keep
 
 accesses   arithmetic on `dbo.trace.Access`: building strided byte boxes and asking
 collector  python's cyclic collector, out of the way while something large is built of which nothing can be freed yet
+kind       what a kind of record is: its name, who writes it and when
+kinds      the contract of the trace: every kind of record
 """
 
 from __future__ import annotations

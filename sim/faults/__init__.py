@@ -1,16 +1,15 @@
 """Faults to plant with `--inject`: transformations of a program, one file a kind.
 
-ring       raises, yields, receive hooks
-streams    waits, events, receives read early
 agreement  decisions, coordination, padding, configuration
-data       metadata, padding rows, buffers, order of exchanges
 backends   waits around exchanges, captured events, signals, regions, lifetimes
-dcp        a DCP group: exchanges, signals, regions, lengths, weights of the merge
-
 clean_run  what a run without a fault offers to plant one in
+data       metadata, padding rows, buffers, order of exchanges
+dcp        a DCP group: exchanges, signals, regions, lengths, weights of the merge
 dcp_group  faults of a DCP group, planted in one rank's end of it
 essential  which waits a program needs: a wait is essential where
 fault      what a fault is: a transformation of one rank's program
+ring       raises, yields, receive hooks
+streams    waits, events, receives read early
 """
 
 from sim.faults import agreement, backends, data, dcp, ring, streams

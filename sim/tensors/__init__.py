@@ -1,9 +1,7 @@
 """Torch tensors on the simulated device ``sim``: a GPU's asynchronous semantics on a CPU.
 
-Importing this package loads no torch; the first use of a name from torch's side does. `protocol` and `registry`
-never do.
-
 copies       `copy_` and `to`: between host and device (a stream write, or a host read), and on the device
+device       the one place that touches torch's experimental Python backends
 dispatch     where every operation on a `SimTensor` arrives, and the table of what becomes of it
 factories    kernels for tensors that are born on sim
 hostread     host reads: the host waits for a stream to learn a value, as its program declares or by accident
@@ -22,6 +20,9 @@ shapes       what an operation will return, known before it runs
 source       where in the user's code an operation was issued: ``dbo/model/attention.py:88``
 substitutes  stand-ins for kernels that devices have and the CPU lacks
 tensor       `SimTensor`: a tensor on `sim`, which keeps its bytes in a CPU tensor that queued work fills
+
+Importing this package loads no torch; the first use of a name from torch's side does. `protocol` and `registry`
+never do.
 """
 
 from __future__ import annotations
