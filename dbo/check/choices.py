@@ -31,7 +31,7 @@ def observed(trace: Trace, happens: HappensBefore) -> list[Choice]:
     found += _recorded_in_no_order(trace, happens)
     last: dict[tuple[int, str], tuple[Record, Record | None]] = {}
     for record in trace.records:
-        if record.line not in ("compute", "comm"):
+        if not record.on_device or record.line == "net":  # transfers on "net" are nobody's queue
             continue
         other = happens.issuer(record)
         before, issuer = last.get((record.rank, record.line), (None, None))

@@ -127,3 +127,24 @@ def test_the_choice_was_real():
 
 def test_three_takers_all_get_the_baton():
     assert verdict(contended(takers=3)).startswith("sampled(1 of about")
+
+
+@pytest.mark.parametrize("name", ["compute", "comm", "side"])
+def test_two_lines_that_enqueue_on_one_stream_in_no_order_are_a_choice_whatever_its_name(name):
+    def program(world):
+        start(world)
+
+        def work(ubatch):
+            world.in_ubatch(ubatch, step=0)
+            world.trace.host("point", "x")
+            world.set_stream(getattr(world, name))
+            world.tensors.op(f"work of {ubatch}", [], (8,))
+            world.trace.host("point", "y")
+
+        workers = [world.host.worker(f"u{i}") for i in range(2)]
+        for ubatch, worker in enumerate(workers):
+            worker.submit(lambda ubatch=ubatch: work(ubatch))
+        for worker in workers:
+            worker.join()
+
+    assert verdict(program) == "sampled(1 of about 2)"
