@@ -3,6 +3,7 @@
 compare   do two runs of the same requests say the same? Tokens by the margin rule
 defaults  what `dbo check` runs when it is told nothing
 inputs    what a run of the main job is made of: a model folder, a schedule, prompts, programs
+layer     a split step of some MoE layers through the real wrapper, ring, player, kernel and backend
 local     A world of one rank on plain CPU tensors: no simulator, no devices
 types     what the main job is asked and what it answers
 """

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dbo.bench import coordination
-from dbo.bench.layer import LayerJob, layer_program
 from dbo.bench.ring import YIELDS, TwoThreadRing
 from dbo.bench.timing import milliseconds
 from dbo.check import HappensBefore, deadlock, judge, stream_race
 from dbo.contract.benchmark import Benchmark, Target
 from dbo.contract.world import Baton, World
 from dbo.errors import DBOError
+from dbo.job.layer import LayerJob, layer_program
 from dbo.schedule import load_schedule
 from dbo.ubatching.forward_context import ForwardContext
 from dbo.ubatching.ring import UBatchContext, dbo_yield, make_ubatch_contexts
