@@ -79,11 +79,11 @@ def replay(program: CompiledSchedule, ranks: int, *, slowdown: Sequence[float] |
         duration_us[index] = factors * (op.dur_us * (ranks - 1) if op.to_peers else op.dur_us)
         end_us[index] = start_us[index] + duration_us[index]
         if op.joins >= 0:
-            met_us[op.joins] = _met(end_us[index], of_others=program.meetings[op.joins].of_others)
+            met_us[op.joins] = meeting_us(end_us[index], of_others=program.meetings[op.joins].of_others)
     return CompiledRun(program=program, ranks=ranks, start_us=start_us, duration_us=duration_us)
 
 
-def _met(end_us: np.ndarray, *, of_others: bool) -> np.ndarray | float:
+def meeting_us(end_us: np.ndarray, *, of_others: bool) -> np.ndarray | float:
     """When all members have come; `of_others`: for each rank, when all but its own have."""
     last = float(end_us.max())
     if not of_others:

@@ -1,4 +1,4 @@
-"""The compiled form of a schedule against the real ring, player and kernel: the same operations, edges and arrays."""
+"""The compiled form of a schedule against runs of the real ring: the same operations, edges, order, times and arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dbo.schedule import Schedule, load_schedule, parse_schedule, presets
 from dbo.trace import Record, Trace
 from sim.compiled.program import CompiledSchedule, compile_schedule, devices_only
 from sim.compiled.race import find_races
+from sim.compiled.run import meeting_us
 from sim.cost import CostTable
 from sim.world import launch
 
@@ -205,3 +206,10 @@ def test_what_cannot_be_compiled_is_refused() -> None:
         program.replay(0)
     with pytest.raises(UsageError, match="ranks=3"):
         program.replay(3, slowdown=[1.0])
+
+
+def test_who_comes_last_to_a_meeting_of_others_waits_for_the_one_before() -> None:
+    ends = np.array([1.0, 5.0, 3.0])
+    assert np.array_equal(meeting_us(ends, of_others=True), [5.0, 3.0, 5.0])
+    assert meeting_us(ends, of_others=False) == 5.0
+    assert meeting_us(ends[:1], of_others=True) == [0.0]

@@ -297,7 +297,6 @@ def test_collectives_that_reserve_no_sms_wait_for_none(captured: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "deepep_low_latency"])
 def test_the_compiled_form_has_the_times_of_a_machine_without_it(backend: str) -> None:
-    """Where no operation's time depends on its bytes, which the compiled form does not know."""
     cost = CostTable(memory_bytes_per_us=1e18, link_bytes_per_us=1e18, op_us={"experts": 40.0})
     schedule = load_schedule("mlp_shared_overlap")
     compiled = compile_schedule(schedule, backend=backend, layers=2, cost=cost).replay(2).trace()
