@@ -2,7 +2,6 @@
 
 patience          how long a watched run may stand still
 benchmark         what a world offers to `dbo bench`: a function that gives one number
-patience  how long a watched run may stand still before its watchdog ends it
 own               A world orders its own streams and events only
 task_state        what a host task inherits from the one that starts its work, without torch
 torch_task_state  what a host task inherits from the one that starts its work where torch keeps state per thread
