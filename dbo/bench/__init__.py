@@ -4,7 +4,6 @@ coordination   all inputs of the DP coordination, up to renaming ranks, judged b
 dcp            a DCP group's exchange by every path, checked first, then timed, on real processes
 dcp_processes  the ranks of `dbo bench dcp` as processes: inputs, the check against float64, and the timing
 frontrun_peer  the two-thread ring under the tool `frontrun`, for a comparison in the same run
-layer          A split step of some MoE layers through the real wrapper
 moe            what DBO gains on real devices, against its own ideal and the best run without it
 moe_figures    what `dbo bench moe` derives from its samples, and which targets that reaches
 moe_shapes     the layers that `dbo bench moe` stacks

@@ -73,9 +73,10 @@ def clocks_of(program: CompiledSchedule) -> Clocks:
             other = list(map(max, other, foreign[source]))
         if op.follows >= 0:
             # What the members know, each about itself, is the same vector on every rank.
-            arrived = own[program.members[op.follows]]
-            mine = list(map(max, mine, arrived))
-            other = list(map(max, other, arrived))
+            member = program.members[op.follows]
+            of_me = foreign[member] if program.meetings[op.follows].of_others else own[member]
+            mine = list(map(max, mine, of_me))
+            other = list(map(max, other, own[member]))
         mine[line] = counts[line]
         clocks.line.append(line)
         clocks.count.append(counts[line])
@@ -88,29 +89,21 @@ def find_races(program: CompiledSchedule, clocks: Clocks | None = None) -> tuple
     """All pairs of conflicting operations without an order, of any two ranks; for each array a frontier is kept."""
     clocks = clocks or clocks_of(program)
     found: list[CompiledRace] = []
-    uses: dict[int, list[tuple[int, bool]]] = {}
-    for index, op in enumerate(program.ops):
-        for array in op.reads:
-            uses.setdefault(array, []).append((index, False))
-        for array in op.writes:
-            uses.setdefault(array, []).append((index, True))
-    for array, touched in uses.items():
-        lines = {clocks.line[index] for index, _ in touched}
-        shared = array in program.windows
-        if (len(lines) == 1 and not shared) or not any(writes for _, writes in touched):
+    for cell in program.cells:
+        if len({clocks.line[index] for index, _ in cell.uses}) == 1 and not cell.window:
             continue
         frontier: list[tuple[int, bool]] = []
-        for index, writes in touched:
+        for index, writes in cell.uses:
             kept = []
             for earlier, wrote in frontier:
                 unordered = [
                     same_rank
-                    for same_rank in _pairings(shared, wrote, writes)
+                    for same_rank in _pairings(cell.window, wrote, writes)
                     if not clocks.ordered(earlier, index, same_rank=same_rank)
                 ]
                 if (writes or wrote) and earlier != index:
                     found += [
-                        CompiledRace(array=program.arrays[array], first=earlier, second=index, same_rank=same_rank)
+                        CompiledRace(array=cell.array, first=earlier, second=index, same_rank=same_rank)
                         for same_rank in unordered
                     ]
                 # A write covers everything before it, a read earlier reads: a later race with what is dropped is one
@@ -121,9 +114,12 @@ def find_races(program: CompiledSchedule, clocks: Clocks | None = None) -> tuple
     return tuple(found)
 
 
-def _pairings(shared: bool, wrote: bool, writes: bool) -> tuple[bool, ...]:
+def _pairings(window: str, wrote: bool, writes: bool) -> tuple[bool, ...]:
     """Whose accesses can meet: those of one rank; in a window also what another rank writes.
 
-    Two ranks never write the same region of a window, and reads of it are of the rank's own.
+    Two ranks never write the same region of a window, and reads of it are of the rank's own. A rank that writes on others
+    only does not meet its own reads.
     """
-    return (True, False) if shared and wrote != writes else (True,)
+    if not window or wrote == writes:
+        return (True,)
+    return (True, False) if window == "all" else (False,)

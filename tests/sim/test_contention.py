@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dbo.bench.layer import LayerJob, layer_program
+from dbo.job.layer import LayerJob, layer_program
 from dbo.schedule import load_schedule
 from dbo.trace import Record, Trace
 from sim.collectives import SimGroup
@@ -297,10 +297,9 @@ def test_collectives_that_reserve_no_sms_wait_for_none(captured: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "deepep_low_latency"])
 def test_the_compiled_form_has_the_times_of_a_machine_without_it(backend: str) -> None:
-    """Where no operation's time depends on its bytes, which the compiled form does not know."""
     cost = CostTable(memory_bytes_per_us=1e18, link_bytes_per_us=1e18, op_us={"experts": 40.0})
     schedule = load_schedule("mlp_shared_overlap")
-    compiled = compile_schedule(schedule, backend=backend, layers=2).replay(2, cost=cost).trace()
+    compiled = compile_schedule(schedule, backend=backend, layers=2, cost=cost).replay(2).trace()
     job = LayerJob(schedule=schedule, backend=backend, ranks=2, layers=2)
 
     def times(trace: Trace) -> list[tuple[str, str, float]]:

@@ -9,11 +9,11 @@ import pytest
 
 from dbo.batch.coordinate import decide
 from dbo.bench.coordination import CLASSES, COMMON, MIXED, SMALL, UNIFORM, cases, judge, judge_all
-from dbo.bench.layer import LayerJob, layer_program
 from dbo.check import HappensBefore, stream_race
 from dbo.check import judge as judge_trace
 from dbo.check.phases import in_phases
 from dbo.errors import DBOError
+from dbo.job.layer import LayerJob, layer_program
 from dbo.schedule import load_schedule
 from dbo.trace import Access, Record, Trace
 from sim.world import launch

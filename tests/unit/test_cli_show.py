@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from dbo.bench.layer import LayerJob, layer_program
 from dbo.cli.dispatch import main
 from dbo.errors import UsageError
 from dbo.export.chrome import read_trace, write_trace
 from dbo.export.window import window
+from dbo.job.layer import LayerJob, layer_program
 from dbo.schedule import load_schedule
 from dbo.trace import Record, Trace
 from sim.world import launch
