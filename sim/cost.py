@@ -1,6 +1,6 @@
 """The cost table of the virtual clock: microseconds for launches, kernels and transfers.
 
-The figures are rounded from the published H200 timings and from measurements on two H200s (docs/performance.md): a device
+The figures are rounded from the published H200 timings and from measurements on two H200s (docs/measurements): a device
 copy moves about 4.3 TB/s, a small kernel takes about 2 µs, low latency at 128 tokens and hidden 7168 takes 35 µs to
 dispatch and 68 µs to combine over 8 ranks. They order things plausibly; they are not a prediction.
 """
@@ -31,7 +31,7 @@ class CostTable:
         copy_engine_us, copy_engine_bytes_per_us: a peer copy.
         contention: whether compute takes longer beside exchanges of its rank; see `sim.contention`.
         copy_engine_slowdown: how much longer beside a copy engine. Measured on two H200s: 1.045 for dense products, 1.06 for
-            a layer with little besides its experts (docs/performance.md).
+            a layer with little besides its experts (docs/measurements/predicted_gain.md).
         collective_sms: SMs that a collective's kernel occupies beside compute, without reserving them. Assumed, not
             measured: as many as DeepEP V1 takes unless told otherwise; NCCL chooses its own number.
         op_us: by its name in the trace, how long a compute operation takes alone, where that is known; others go by bytes.

@@ -36,7 +36,7 @@ Table = Sequence[Sequence[int]]
 
 NEARLY_ALL = 0.9
 """Share of the rows needed from which counting them costs more than sending all: a wait of the host a layer and ubatch, 1.6 ms
-on two H200s with 8192 tokens (docs/performance.md)."""
+on two H200s with 8192 tokens (docs/measurements/dbo_gain.md)."""
 
 
 def share_needed(*, ranks: int, num_experts: int, top_k: int) -> float:

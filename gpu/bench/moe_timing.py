@@ -2,7 +2,7 @@
 
 Each sample comes behind some time of the same work, so that the device's clock is the one that it keeps under this load. A
 device that has rested, or had light work, runs faster for some tens of milliseconds: computation alone, sampled behind
-exchanges, took 2.93 ms a layer and on its own account 3.44 (docs/performance.md).
+exchanges, took 2.93 ms a layer and on its own account 3.44 (docs/measurements/dbo_gain.md).
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class TritonRows:
 
 
 def own_products(pairs: int, num_local: int, width: int) -> bool:
-    """Whether the project's products are the faster ones, as measured (docs/performance.md).
+    """Whether the project's products are the faster ones, as measured (docs/measurements/layer.md).
 
     With few rows an expert by a third, since tiles are low; with many by a tenth, unless experts are narrow: then a tile's
     work is short, and torch's kernel, which goes on to the next tile while it stores one, wins by a twentieth.
