@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 
 from tests.meta.source_tree import ROOT
 
@@ -32,3 +33,13 @@ def test_links_lead_somewhere():
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert targets
     assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_failing_run_is_a_real_one():
+    sample = re.search(r"^    \$ dbo (.*)\n((?:    .*\n)+)", README, flags=re.MULTILINE)
+    shown = [line.removeprefix("    ") for line in sample.group(2).splitlines()]
+    command = [sys.executable, "-m", "dbo.cli", *shlex.split(sample.group(1))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    printed = iter(done.stdout.splitlines())
+    assert [line for line in shown if line != "…" and line not in printed] == []
+    assert done.returncode == 1

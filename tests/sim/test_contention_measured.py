@@ -2,7 +2,7 @@
 
 Compute and communication are set to what was measured of each alone; what the simulator adds is the order, the overlap and
 the price of `sim.contention`. Rows: the first tries on two H200s (a layer of nothing but experts, eager) and the wide layer of
-docs/measurements/predicted_gain.md (captured graphs, 8192 tokens a rank, hidden 7168; "loaded": each sample behind its own load).
+docs/measurements/predicted_gain.md (captured graphs, 8192 tokens a rank, hidden 7168; "loaded": samples behind their own load).
 """
 
 from __future__ import annotations
